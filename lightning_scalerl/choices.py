@@ -1,7 +1,7 @@
 """A run's design choices as one record, with one field per axis.
 
 To add an axis, add a module in `axes/`, a folder in `conf/`, public names and a field here. The field names the file of
-the neutral choice. This file is used by `conf/train.yaml` and by recipes that do not mention the axis. Importing this
+the neutral choice, which applies in `conf/train.yaml` and in recipes that do not mention the axis. Importing this
 module does not import Lightning.
 """
 

@@ -176,7 +176,7 @@ def compose(overrides: Sequence[str], folders: Folders = (), base: tuple[Path, s
 
 
 class Composer:
-    """Composes many override lists quickly: Hydra composes each set of group choices once; values are set on copies.
+    """Composes many override lists. Hydra composes each set of group choices once; plain values are set on copies.
 
     One composition of `conf/` by Hydra takes half a second of CPU.
 
@@ -226,7 +226,6 @@ class Composer:
         from hydra.core.override_parser.types import OverrideType
         from omegaconf import OmegaConf
 
-        # Split overrides into group choices, which Hydra composes, and plain values, which are set afterwards.
         groups, values = [], []
         for parsed in OverridesParser.create().parse_overrides(list(overrides)):
             key, changes = parsed.key_or_group, parsed.type == OverrideType.CHANGE and not parsed.is_sweep_override()
@@ -346,7 +345,7 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
 
 
 def _check_inherited(chosen: Mapping[str, str], folders: Folders) -> None:
-    """Refuse to replace a choice if the file that made it also sets values of it, which the new choice would inherit.
+    """Refuse to override a choice if its file also sets values for it, because the new choice would get these values.
 
     Args:
         chosen: names of the chosen files, by group.
@@ -380,7 +379,7 @@ def _defaults_and_body(group: str, name: str, folders: Folders) -> tuple[dict[st
     try:
         content = yaml.safe_load(paths[0].read_text(encoding="utf-8")) if paths else None
     except (OSError, ValueError, yaml.YAMLError):
-        content = None  # Hydra reports it
+        content = None  # Hydra reports the broken file
     if not isinstance(content, dict):
         return {}, {}
     entries = [entry for entry in content.get("defaults") or () if isinstance(entry, Mapping)]
@@ -570,7 +569,6 @@ def chosen_node(config: Any, group: str) -> Any:
 
 
 def _check_missing(node: Any) -> None:
-    """Refuse a configuration in which a key has no value."""
     from omegaconf import OmegaConf
 
     if OmegaConf.is_config(node) and (missing := sorted(OmegaConf.missing_keys(node))):
@@ -688,7 +686,6 @@ def _choices_of(config: Any, build: Callable[[Any, str], Any] = build) -> Choice
 
 
 def _build_for(config: Any, group: str, steps: int) -> Any:
-    """Instantiate one group of a composed configuration for a run of `steps` steps."""
     from omegaconf import OmegaConf
 
     return build(OmegaConf.merge(config, {"budget": {"steps": steps}}), group)
@@ -715,9 +712,9 @@ def load_recipe(name: str, overrides: Sequence[str] = (), folders: Folders = ())
     of_length: list[tuple[Any, Callable[[int], Any]]] = []
 
     def build_group(group_config: Any, group: str) -> Any:
-        """Build a group, and note it if it depends on the budget."""
+        """Build a group, and add it to `of_length` if it depends on the budget."""
         built = build(group_config, group)
-        if "budget.steps" in str(group_config[group]):  # with its interpolations
+        if "budget.steps" in str(group_config[group]):  # interpolations are not resolved in this text
             of_length.append((built, partial(_build_for, group_config, group)))
         return built
 

@@ -219,7 +219,7 @@ class ScaleRL(LightningModule):
         parts: list[Part] = []
         totals = torch.zeros(len(self.terms), device=self.device)
         teacher = self.reference if self.choices.kl_in_update else None
-        measured = torch.zeros_like(rows.generator_logprobs)  # distances to the teacher over the vocabulary
+        measured = torch.zeros_like(rows.generator_logprobs)  # divergences from the teacher over the vocabulary
         with self.ranks.unsynchronized():
             for numbers, micro_batch in self.ranks.passes(rows, self.recipe.batch.pass_size):
                 with_gradient = self.choices.entropy.acts
@@ -314,7 +314,7 @@ class ScaleRL(LightningModule):
 
     @property
     def began(self) -> list[str]:
-        """Lines to print once at the start of a fit, about memory, prompt lengths and the trial of the verifier."""
+        """Lines to print once at the start of a fit, about memory, prompt lengths and the test of the verifier."""
         memory = [self.memory] if self.memory else []
         return [] if self._data_path is None else [*self.models.notes, *memory, *self._data_path.notes]
 
@@ -508,7 +508,9 @@ class ScaleRL(LightningModule):
         self.continuation.fit_ended()
 
     def failed(self, error: BaseException) -> None:
-        """Stop the meter after an error. The next fit needs a checkpoint, except after a clean interruption."""
+        """Stop the meter and close the data path. The next fit then needs a checkpoint, except after a clean
+        interruption.
+        """
         if hasattr(self, "meter"):  # `setup` creates the meter, and may have failed before that
             self.meter.stop()
         self.teardown("fit")

@@ -30,7 +30,7 @@ class AdamW:
         beta2: decay of the second moment.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        clip_norm: bound on the norm of the whole gradient. With None it is not clipped, but still measured.
+        clip_norm: bound on the norm of the whole gradient. None to measure the norm without clipping.
         dropout: whether the model's own dropout acts in training. Off by default: the trained policy would otherwise
             differ in every step from the policy that sampled.
         storage: type of the values that the weights keep between steps: "fp32" or "bf16".
@@ -260,8 +260,8 @@ class ConstantSchedule:
 class CosineSchedule(ConstantSchedule):
     """Linear warm-up over `warmup_steps`, then half a cosine down to `final` times the rate after `total_steps`.
 
-    The last step has a slightly larger rate than that, because a step's rate depends on the number of steps before it,
-    as in transformers.
+    The last step has a slightly larger rate than `final` times the rate, because a step's rate depends on the number of
+    steps before it, as in transformers.
     The learning curve depends on `total_steps`, so it is part of the run's identity. Unlike with a constant rate, a
     run with a larger budget is another run.
     """

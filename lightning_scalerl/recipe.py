@@ -161,7 +161,7 @@ class Recipe:
     of_length: Sequence[tuple[Any, Callable[[int], Any]]] = dataclasses.field(default=(), repr=False, compare=False)
 
     def set_length(self, steps: int) -> None:
-        """Set the values that depend on `budget.steps`, which a script does not have, to those of a run of `steps`.
+        """Set the values that depend on `budget.steps`, which a script lacks, as for a run of `steps` steps.
 
         Raises:
             ConfigurationError: a value is invalid for a run of this length.

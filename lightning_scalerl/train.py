@@ -137,7 +137,6 @@ def _folders_and_overrides() -> tuple[list[str], list[str]]:
 
 
 def _config_name() -> str | None:
-    """Return the value of `--config-name` on the command line, or None."""
     words = sys.argv[1:]
     names = [words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--config-name", "-cn")]
     names += [word.partition("=")[2] for word in words if word.startswith("--config-name=")]
@@ -162,7 +161,6 @@ def _run_commands(file: Path) -> None:
 
 
 def _complain(message: str) -> int:
-    """Print an error in one line to stderr, and return exit code 1."""
     print(f"scalerl train: {' '.join(message.split())}", file=sys.stderr)
     return 1
 

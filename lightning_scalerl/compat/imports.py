@@ -1,4 +1,4 @@
-"""Skips imports that other packages make too early, until they are needed, in processes of this project's commands.
+"""Delays imports that other packages make before they are needed, in processes of this project's commands.
 
 Importing Lightning and transformers takes a process 11 seconds of CPU, and more than four of these go into packages
 that a run never uses. No setting of these packages prevents that:
@@ -69,7 +69,7 @@ def has_torchao() -> bool:
 
 
 def _metrics_on_demand(module: ModuleType, loader: Loader) -> None:
-    """Run the `__init__` of torchmetrics not now, but at the first access to a name outside `_NEEDED_METRICS`."""
+    """Delay the `__init__` of torchmetrics until the first access to a name outside `_NEEDED_METRICS`."""
 
     def missing(name: str) -> Any:
         # doctest and inspect look up such names in every module.
@@ -99,7 +99,7 @@ def _without_matplotlib(module: ModuleType, loader: Loader) -> None:
 
 
 def _taken_for_false(check: str) -> Callable[[ModuleType, Loader], None]:
-    """Return a hook that imports a module of transformers while the function `check` of its utilities returns False."""
+    """Return a hook that imports a module of transformers while `transformers.utils.<check>` returns False."""
 
     def hook(module: ModuleType, loader: Loader) -> None:
         utilities = vars(sys.modules["transformers.utils"])

@@ -14,7 +14,9 @@ def saves_by_time(checkpoint: Any) -> bool:
 
 
 def saves_every_n_steps(checkpoint: Any) -> int:
-    """Return after how many steps a ModelCheckpoint saves (0: never, or another callback). It has no public name."""
+    """Return after how many steps a ModelCheckpoint saves (0: never, or another callback). The number has no public
+    name.
+    """
     return int(getattr(checkpoint, "_every_n_train_steps", 0))
 
 
@@ -37,14 +39,15 @@ def wandb_arguments(logger: Any) -> dict[str, Any]:
 
 
 def summary_depth(summary: Any) -> int:
-    """Return the depth of a ModelSummary callback, so that another class can replace it. It has no public name."""
+    """Return the depth of a ModelSummary callback, so that another class can replace the callback. The depth has no
+    public name.
+    """
     return int(summary._max_depth)
 
 
 def data_source(trainer: Any) -> Any:
-    """Return the source of a Trainer's current data: a datamodule, dataloaders, or else the module.
-
-    It has no public name.
+    """Return the source of a Trainer's current data: a datamodule, dataloaders, or else the module. The source has no
+    public name.
     """
     loops = {
         "fit": trainer.fit_loop,
@@ -75,7 +78,7 @@ def keep_first_iteration(trainer: Any) -> Iterator[None]:
 
 
 def restore_modes(loop: Any, module: Any) -> None:
-    """Put modules back into training mode. A validation loop does so itself, unless an exception ends it."""
+    """Restore modules' training or evaluation mode. A validation loop does so itself, unless an exception ends it."""
     loop._module_mode.restore(module)
 
 

@@ -18,7 +18,7 @@ def is_stateful(model: Any) -> bool:
 
 
 def converts_weights(model: Any) -> bool:
-    """Return whether weights were converted as a model was loaded. The list of conversions has no public name."""
+    """Return whether weights were converted when a model was loaded. The list of conversions has no public name."""
     return bool(getattr(model, "_weight_conversions", None))
 
 

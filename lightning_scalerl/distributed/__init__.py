@@ -3,5 +3,5 @@
 `start` reads the launch environment and `meeting` connects the ranks. `ranks` shares, sums and gathers data.
 `sharded` is the FSDP2 strategy, `checkpoint_folder` and `shard_files` its checkpoints in parts.
 
-May import: the lowest floor of the import order (CONTRIBUTING.md) and `axes`.
+Of the other packages here it imports only the lowest floor of the import order (`FLOORS` in tests/test_imports.py).
 """

@@ -1,4 +1,4 @@
-"""Rendezvous of a run's ranks, and exchange of plain data between them.
+"""Connection of a run's ranks into a process group, and exchange of plain data between them.
 
 By default, torch's store listens on all addresses of a node regardless of MASTER_ADDR, and torch unpickles objects from
 other ranks. Here, rank 0 listens only where the ranks need it: at 127.0.0.1 if all are on one node, else at the first

@@ -183,7 +183,7 @@ class Ranks:
         return all_gather(value, self.hosts, self.count)
 
     def agree(self, reason: str | None) -> str | None:
-        """Return the first reason among all ranks, or None if no rank has one; the same on every rank."""
+        """Return the first reason, to stop for example, that any rank gives, else None; the same on every rank."""
         return next((other for other in self.gather(reason) if other is not None), None)
 
     def check_alike(self, what: str, value: Any) -> None:
@@ -197,7 +197,7 @@ class Ranks:
             raise RuntimeError(f"{what}: differs between ranks, {values}; they must read the same files")
 
     def restore_sigterm(self, handler: Any) -> None:
-        """Restore the SIGTERM handler that Lightning's replaced, if it was a function or there are several ranks.
+        """Restore the SIGTERM handler from before Lightning's, if that was a function or there are several ranks.
 
         Lightning's handler marks the run as failed, even if it has just saved its last step. It also broadcasts a
         tensor as soon as the signal arrives. Other ranks may be summing tensors at that moment, would take the
@@ -324,7 +324,7 @@ class Ranks:
         return replace(batch, **results)
 
     def gather_parts(self, batch: TrainBatch, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return log-probabilities and entropies of the rows of all ranks, as one part of the whole batch."""
+        """Return log-probabilities and entropies of the rows of all ranks, as one `Part` of the whole batch."""
         if self.count == 1:
             return parts
         if batch.rollouts == 0:

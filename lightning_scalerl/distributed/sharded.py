@@ -149,7 +149,6 @@ class ShardedStrategy(ModelParallelStrategy):
 
     @staticmethod
     def _publish(unfinished: Path, target: Path) -> None:
-        """Sync a complete folder to disk and rename it to its final path."""
         with (unfinished / META).open("rb") as handle:
             os.fsync(handle.fileno())
         fsync_folder(unfinished)

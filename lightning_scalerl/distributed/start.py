@@ -64,7 +64,6 @@ def trainer_settings(strategy: str = "ddp", layout: tuple[int, int] | None = Non
 
 
 def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Trainer`, depending on how this process was started."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         tasks, tasks_per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if tasks == 1:

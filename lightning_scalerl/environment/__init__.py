@@ -2,8 +2,8 @@
 
 Environments run in separate processes, so this package does not import torch. Its modules are:
 
-    protocol    turns of the model, observations, and the small protocol that every environment has here
-    forms       the user's classes in TRL's form or in text form, behind that protocol
+    protocol    records of a conversation (turns, observations), and the protocol that environments have here
+    forms       adapters from the user's classes, in TRL's form or in text form, to that protocol
     calls       conventions by which models write tool calls, and their parsers
     processes   pool and worker: one instance per rollout, in a killable process
 

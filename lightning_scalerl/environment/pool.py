@@ -1,4 +1,4 @@
-"""Pool of environment processes: one conversation per process at a time, a timeout per call, and replacement.
+"""Pool of environment processes, with one conversation per process at a time and a timeout per call.
 
 A thread of the pool serves each process and waits for it. A process that hangs, dies or fails in another way is
 killed with all processes that it has started, and the next conversation gets a new one. After a conversation without
@@ -116,7 +116,7 @@ class EnvironmentPool:
         self._closing = False
 
     def declare(self) -> Mapping[str, Declared]:
-        """Start a process and return each environment's properties by its name; "" if it has no name.
+        """Start a process and return the properties of each environment by name; a single one has the name "".
 
         Raises:
             ConfigurationError: an environment cannot be loaded or made, or has neither form.
@@ -178,7 +178,7 @@ class EnvironmentPool:
         return episode.number
 
     def act(self, number: int, turn: Turn) -> None:
-        """Send a turn of the model.
+        """Send a turn of the model to the environment.
 
         Raises:
             KeyError: the conversation is not open.
@@ -258,7 +258,7 @@ class EnvironmentPool:
                 self._record(episode.number, answer)
                 if isinstance(answer, Failure):
                     break
-            # The conversation is over, so that a failure while the instance is dropped does not count.
+            # The conversation is over, so a failure to drop its instance does not count as its failure.
             if process is not None and not self._closing:
                 try:
                     process.ask("close", (), self._timeout_s)
@@ -305,7 +305,7 @@ class EnvironmentPool:
                 self.counts.update(
                     observations=1, malformed=answer.malformed, raised=answer.raised, characters_cut=answer.cut
                 )
-            # A conversation that is not open was closed during the call.
+            # If the conversation is not open, it was closed during the call, and the answer is dropped.
             if number in self._open:
                 self._answers[number] = answer
                 if isinstance(answer, Failure):

@@ -109,7 +109,7 @@ class Environment(Protocol):
     """Protocol of an environment: one instance has one conversation."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begin the conversation of a data set's row."""
+        """Begin the conversation about a row of the data set."""
         ...
 
     def step(self, turn: Turn) -> Observation:

@@ -108,7 +108,6 @@ def _replay_failure(number: int, expected: Observation, observed: Observation) -
 
 
 def _load_factories(factories: Mapping[str, Any]) -> dict[str, Factory]:
-    """Load the factories that are given by their location."""
     loaded = {name: factory.load() if isinstance(factory, Source) else factory for name, factory in factories.items()}
     return cast(dict[str, Factory], loaded)
 

@@ -1,4 +1,4 @@
-"""Members of a study: identify them, and run one.
+"""Members of a study, which are its runs: plan them before the launch, and execute one.
 
 `identify` composes and checks members, `identity` hashes them, `run` executes one. `branch` starts a run from another
 run's checkpoint. `command` and `trl` plan members that run another trainer's command. `trust` checks the code that a

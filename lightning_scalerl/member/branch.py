@@ -78,7 +78,7 @@ class Parent:
 
     @property
     def label(self) -> str:
-        """Label of the branch that changes nothing, such as `scalerl@60`."""
+        """Label of a branch without a change: the parent's recipe and the step, such as `scalerl@60`."""
         return f"{self.spec.recipe}@{self.step}"
 
     @property
@@ -197,7 +197,7 @@ def _find_run(name: str, output_dir: Path, seed: int | None) -> Path:
 
 
 def own_overrides(overrides: Sequence[str], parent: Parent) -> list[str]:
-    """Return a branch's overrides without overrides of the parent and of group `branch`."""
+    """Return a branch's overrides, except those that the parent has too and those of group `branch`."""
     return [entry for entry in overrides if _key(entry).split(".")[0] != GROUP and entry not in parent.spec.overrides]
 
 
@@ -397,7 +397,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _copy_passes(parent: Path, run_dir: Path, step: int) -> None:
-    """Copy the parent's results per prompt up to a step."""
+    """Copy the parent's evaluation results per prompt (`Passes`), up to a step."""
     try:
         entries = parse_lines((parent / PASSES_FILE).read_bytes())
     except FileNotFoundError:

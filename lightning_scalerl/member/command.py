@@ -30,7 +30,7 @@ _DEFAULTS_LINE = "defaults: [{member: command}, _self_]"
 
 
 def command_conf_dir() -> Path:
-    """Return the folder of configurations for members that are commands: the base and one example per trainer."""
+    """Return the folder of configurations for other trainers' commands: a base file, and an example per trainer."""
     return conf_dir() / BASE
 
 

@@ -98,7 +98,6 @@ def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
 
 
 def _checkpoint(folder: Path, step: int | None, run: str) -> Path:
-    """Return the checkpoint of a step, or the newest readable one if `step` is None."""
     steps = [step_of(path) for path in checkpoints(folder)]
     available = f"there are those of step {', '.join(map(str, sorted(steps)))}" if steps else "there is none"
     if step is not None:

@@ -66,9 +66,9 @@ UNLABELLED = OPERATIONAL_KEYS | {"recipe", "experiment", "variant", "cluster"}
 
 
 def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> list[RunSpec]:
-    """Compose, check and identify all members, and build their shared model, before any training starts.
+    """Compose, check and identify all members, and build their initial models, before any training starts.
 
-    Members share equal parts of their configurations, so do not modify them.
+    Equal parts of the members' configurations are one shared object, so do not modify them.
 
     Args:
         override_lists: overrides per member, as on the command line.
@@ -138,7 +138,7 @@ class _Draft:
 
     Attributes:
         values: the member's configuration.
-        reference: configuration of its recipe, with the same settings but without its departures.
+        reference: configuration of the unchanged recipe, with the member's settings but without its changes on axes.
         recipe: name of the recipe; for a branch, the parent's label.
         variant: label of the member's variant, such as `loss=dapo`; None without a variant.
         by_hand: overrides of axes on the command line, by axis.
@@ -216,7 +216,7 @@ def _check_study(value: Any) -> None:
     """Check that the name of the study is the name of a folder.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: the name is invalid.
     """
     study = str(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -249,7 +249,6 @@ def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
 
 
 def _check_output_dir(config: Mapping[str, Any]) -> None:
-    """Check that `output_dir` is a valid path."""
     output_dir = config["output_dir"]
     if not isinstance(output_dir, str) or not output_dir.strip() or "\0" in output_dir:
         raise ConfigurationError(
@@ -264,7 +263,7 @@ def _check_output_dir(config: Mapping[str, Any]) -> None:
 
 
 def _draft(overrides: list[str], common: set[str], composer: Composer, parent: Parent | None = None) -> _Draft:
-    """Compose a member and its reference, and sort its overrides into departures and settings.
+    """Compose a member and its unchanged recipe, and sort its overrides into changes on axes and other settings.
 
     Args:
         overrides: the member's overrides.
@@ -311,7 +310,7 @@ def _draft(overrides: list[str], common: set[str], composer: Composer, parent: P
 
 
 def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
-    """Make the checks of a run before Hydra prints a configuration.
+    """Check a configuration before Hydra prints it, as before a run.
 
     Raises:
         ConfigurationError: the configuration cannot be composed, or its label contradicts its choices.
@@ -335,7 +334,7 @@ def _identified(
     identities: dict[bytes, dict[str, Any]],
     clean: dict[tuple[str, int], Any],
 ) -> RunSpec:
-    """Compute a member's identity, its departures from the recipe and its label.
+    """Compute a member's identity, the axes on which it differs from its recipe, and its label.
 
     Args:
         draft: the composed member.
@@ -434,7 +433,9 @@ def _cautions(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
 
 
 def _idle_penalty(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
-    """Return a warning if completions are too short for the length penalty, always or in the first stage."""
+    """Return a warning if completions are too short for the length penalty, always or in the curriculum's first
+    stage.
+    """
     from lightning_scalerl.axes.length_control import Penalty
 
     control, limit = builder(spec.config, "length_control"), spec.config["context"]["max_new_tokens"]
@@ -472,7 +473,6 @@ def _exhausted_pool(spec: RunSpec, builder: _Builder) -> tuple[str, ...]:
     resampling, pool = builder(spec.config, "resampling"), builder(spec.config, "task").train_prompts()
     prompts = len({prompt.copy_of or prompt.prompt_id for prompt in pool})
     batch = spec.config["batch"]
-    # Draws per prompt over the whole run.
     draws = spec.steps * batch["prompts"] / prompts
     if draws < _EXHAUSTING_DRAWS or not resampling.retires((1.0,)):
         return ()

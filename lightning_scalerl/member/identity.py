@@ -4,7 +4,7 @@ An identity is a hash of this form (`sweeps.run.spec`). Moving a class, or addin
 change existing identities. Therefore:
 
 - a class or function is represented by its name, without its module;
-- a group at its neutral choice is left out (attribute `neutral` of an axis's class);
+- a group at its neutral choice, which changes nothing, is left out (attribute `neutral` of an axis's class);
 - a parameter that was added later is left out at the value that changes nothing (attribute `added`);
 - parameters without effect on learning, such as the origin of a value, are left out (attribute
   `operational_parameters`);
@@ -42,7 +42,7 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_of(group: str, value: Any) -> Any:
-    """Return the identity form of one group of a configuration; None for a group at its neutral choice.
+    """Return the identity form of one group of a configuration; None at its neutral choice, which changes nothing.
 
     Raises:
         ConfigurationError: see `identity_of`.
@@ -97,8 +97,8 @@ def check_identity(spec: RunSpec, run_dir: Path) -> None:
             f"curve {ids[1]}: it was changed, or a file was that it names (data, code); restore what was changed, or "
             "launch this as a run of its own"
         )
-    # A run is built from the choices in `reference`, except on the axes of `departures`. On all other axes config and
-    # reference must agree.
+    # A run is built from the choices in `reference`, the unchanged recipe, except on the axes of `departures`, in which
+    # the member differs. On all other axes config and reference must agree.
     own_choices, recipe_choices = (
         {axis: config[axis] for axis in axes_of(config)} for config in (spec.config, spec.reference)
     )
@@ -133,7 +133,7 @@ def _is_another_class(target: str, other: str) -> bool:
 
 
 def _part(value: Any) -> Any:
-    """Return the identity form of one value; None for a group at its neutral choice."""
+    """Return the identity form of one value; None for a group at its neutral choice (see `part_of`)."""
     if isinstance(value, list | tuple):
         return [_part(item) for item in value]
     if not isinstance(value, Mapping):
@@ -153,7 +153,7 @@ def _part(value: Any) -> Any:
 
 
 def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are represented by the content of files; empty if the target uses no files.
+    """Return values that represent the target's data and models in an identity, by name; empty if it has none.
 
     Raises:
         ConfigurationError: a file cannot be read.
@@ -168,7 +168,7 @@ def content_of(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_entry(path: Any, setting: str) -> Any:
-    """Return a model's entry in an identity; for an address a constant, because parameter `served` names that model."""
+    """Return a model's entry in an identity; a constant for a server's address, because `served` names that model."""
     return "served" if str(path).startswith(ADDRESSES) else model_content(str(path), setting)
 
 

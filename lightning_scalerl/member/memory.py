@@ -49,7 +49,7 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
         check_layout(config.strategy)
         devices = math.prod(layout_of(config) or (1, 1))
     recipe = build_recipe(config, "")
-    # The generators of a live driver use other devices than the trainer.
+    # A live driver's generators use other devices, so they need no memory on the trainer's.
     slots = 0 if str(config.driver._target_).endswith("Live") else int(config.generator.get("slots") or 0)
     strategy, skeleton = str(config.strategy.name), _skeleton(config.model)
     cache_gib = config.generator.get("cache_gib")

@@ -59,7 +59,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
         for repeat in range(repeats):
             evaluation.seed = evaluation.seed + bool(repeat)
             trainer.validate(module, datamodule, ckpt_path=weights, verbose=False, weights_only=True)
-            weights = None  # the module has them after the first repeat
+            weights = None  # the module has the weights after the first repeat
             for name, passes in evaluation.passes.items():
                 counts = zip(passes.passed, passes.scored, strict=True)
                 rates = torch.tensor([passed / scored for passed, scored in counts if scored], dtype=torch.float64)

@@ -137,7 +137,6 @@ def _set_reward(task: Any, reward: str) -> bool:
 def _grade(
     groups: Sequence[Group], prompts: dict[str, Prompt], grader: Grader, settings: Verification, trusted: bool
 ) -> list[list[Outcome]]:
-    """Grade all rollouts, and return the outcomes of each group."""
     verifiers = SettledFirst(settings.verifiers(grader, trusted))
     try:
         tickets = []
@@ -188,7 +187,6 @@ def _completed_steps(stored: dict[str, Any], step: int) -> int:
 
 
 def _with_outcomes(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Group:
-    """Return a stored group with new outcomes."""
     rollouts = [
         {
             **rollout,
@@ -204,7 +202,6 @@ def _with_outcomes(group: Group, task: Task, outcomes: Sequence[Outcome]) -> Gro
 
 
 def _row(source: str, pairs: Sequence[tuple[Group, list[Outcome]]], task: Task) -> dict[str, Any]:
-    """Return the row of one task from its groups and their new outcomes."""
     before = [rollout for group, _ in pairs for rollout in group["rollouts"]]
     after = [rollout for group, outcomes in pairs for rollout in _with_outcomes(group, task, outcomes)["rollouts"]]
     both = [
@@ -238,6 +235,5 @@ def _means(rollouts: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _reasons(rollouts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the `REASONS` most frequent reasons of errors, the most frequent first."""
     reasons = Counter(str(rollout["extra"].get("why", "")) for rollout in rollouts if rollout["outcome"] == "error")
     return [reason for reason, _ in reasons.most_common(REASONS)]

@@ -69,8 +69,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
         check_identity(spec, run_dir)
         if lease is not None:
             write_atomically(run_dir / CONFIG_FILE, OmegaConf.to_yaml(config))
-        # Do this before any rank looks for a checkpoint: a late rank must not find a checkpoint from after the
-        # journal's break.
+        # Prepare the folder before any rank looks for a checkpoint: a late rank must not find a checkpoint that is
+        # newer than a break of the journal.
         branch = branch_of(spec)
         if branch is not None and lease is not None:
             begin(run_dir, spec, branch)
@@ -84,7 +84,7 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 
 
 def _repair_journal(broken: Break, checkpoints: Path, lease: Lease) -> None:
-    """Cut the journal at the break, and rename later checkpoints so that the run does not use them."""
+    """Cut off the journal at its first damaged record, and rename later checkpoints so that the run ignores them."""
     lease.check()
     set_aside(checkpoints, broken.step, UNRECORDED)
     damaged_copy = mend(broken)
@@ -103,11 +103,11 @@ def _fit(
     branch: Branch | None,
 ) -> None:
     """Build module, callbacks and trainer, and fit from the newest checkpoint whose step is at most `covered`."""
-    # The module gets the recipe's choices. Choices that differ are passed as callbacks, as in a user's script.
+    # The module gets the recipe's choices. Choices in which the member differs are passed as callbacks, as in a script.
     settings = {key: value for key, value in spec.config.items() if key not in axes_of(spec.config)}
     recipe_choices = {axis: spec.reference[axis] for axis in axes_of(spec.reference)}
     reference = build_recipe(OmegaConf.create({**settings, **recipe_choices}), spec.baseline)
-    # A variant may also change settings; those are part of the configuration already.
+    # A variant may also change settings other than axes; the configuration already has them.
     changed = [build(config, axis) for axis in spec.departures if axis in axes_of(spec.config)]
     # Nodes and devices are not arguments of the strategy: they are requested from the launcher (`spec.layout`).
     strategy_config = config.get("strategy", {"name": "ddp"})

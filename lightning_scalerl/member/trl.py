@@ -58,7 +58,6 @@ def plan_trl(override_lists: Sequence[Sequence[str]], folders: Folders = ()) -> 
 
 
 def _belongs_in_command(entry: str) -> bool:
-    """Return whether an override belongs in the command of a member."""
     return group_of(entry) not in _STUDY_GROUPS or entry.lstrip("+~").partition("=")[0] in _COMMAND_KEYS
 
 
@@ -72,7 +71,6 @@ def _python(overrides: Sequence[str]) -> str:
 
 @cache  # starting the interpreter and importing torch takes seconds
 def _checked_interpreter(python: str) -> str:
-    """Return an interpreter after checking that it has a suitable version of TRL."""
     try:
         done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     except OSError as error:

@@ -8,9 +8,10 @@ entry that `launch.json` names (`sweeps.launch.trust`). A folder from another pe
 - code of the user: in a folder of `--config-dir` that the specification lists, or a file with a reward function. It
   must belong to the user, not be writable by others, and be outside of the study's folder.
 
-If a member is a command, it must be the command in the study's file. That file must belong to the user and be outside
-of the study's folder. Only values that the file leaves to a grid may differ. If TRL trains a member, its command must
-be the one that its overrides produce here, and its interpreter must belong to the user or the system.
+If a member runs another trainer's command, it must be the command in the study's file. That file must belong to the
+user and be outside of the study's folder. Only values that the file leaves to a grid may differ. If TRL trains a
+member, its command must be the one that its overrides produce here, and its interpreter must belong to the user or the
+system.
 
 The specification must also have the identity that it names. This detects edits and damage. It does not protect against
 attackers, who can compute identities: only the check of names prevents foreign code from running.
@@ -87,7 +88,7 @@ def check_runs(words: Sequence[Sequence[str]], _: Sequence[str]) -> list[RunSpec
     a separate process as planners are.
 
     Args:
-        words: for each member, its folder and its identity in the ledger.
+        words: for each member, its folder and its identity in the study's ledger.
 
     Raises:
         UserError: see `check_run`; or a folder contains another run.
@@ -187,8 +188,8 @@ def _below(path: str | None, folders: Sequence[str]) -> bool:
 def _check_command(file: Path, spec: RunSpec, _: Path) -> None:
     """Check that a member's command is the one that the user's study file produces from its overrides.
 
-    The study file is the last of the folders. It was already checked to belong to the user and to be outside of the
-    study's folder.
+    The study's file is the last entry of `spec.folders`. It was already checked to belong to the user and to be outside
+    of the study's folder.
     """
     refused = _refusal_of_command(file, spec, "the command of a study's file of yours")
     study_file = Path(spec.folders[-1]) if spec.folders else None
@@ -238,7 +239,7 @@ def _check_trl(file: Path, spec: RunSpec, study: Path) -> None:
     if not (isinstance(folder, str) and Path(folder).is_absolute() and belongs_to_user(Path(folder), study)):
         raise refusal(file, "config.command.folder", folder, "a folder of yours")
     line, here = command.get("line"), Path(sys.executable)
-    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # python3 and python
+    if isinstance(line, list) and line and _is_another_name_of(Path(str(line[0])), here):  # such as python3 and python
         line = [str(here), *line[1:]]
     if replanned.run != spec.run or {**replanned.config["command"], "folder": folder} != {**command, "line": line}:
         raise refused

@@ -37,7 +37,7 @@ class ProgramGoneError(BaseException):
 
 
 class Remote:
-    """Proxy for an object of the program: attributes and calls are forwarded to it, everything else happens here."""
+    """Proxy for an object of the program. Attribute look-ups and calls are forwarded to it; all else is local."""
 
     __slots__ = ("__handle", "__program")
 

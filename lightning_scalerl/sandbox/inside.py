@@ -57,8 +57,8 @@ def main(config: dict[str, Any]) -> None:
 
 def _prepare(config: dict[str, Any]) -> None:
     """Set up the interpreter and signals as a program expects them, and hide the modules of this package."""
-    # This process was started with both signals blocked. A program may end its own children by SIGTERM, so they must
-    # not inherit that. Ignoring SIGTERM discards one that came in the meantime.
+    # This process was started with both signals blocked. A program may end its own children by SIGTERM, so the children
+    # must not inherit the block. Ignoring SIGTERM discards one that came in the meantime.
     _signal.signal(_signal.SIGUSR2, _signal.SIG_IGN)
     _signal.signal(_signal.SIGTERM, _signal.SIG_IGN)
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGUSR2, _signal.SIGTERM))

@@ -248,7 +248,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
 
 
 def _drop(user: int | None, keeps_read: bool) -> None:
-    """Switch to `user`, which no other process has, and drop all capabilities.
+    """Switch to the user number `user`, which no other process has, and drop all capabilities.
 
     With `keeps_read`, the capability to read all files is kept, for an interpreter in a folder that only root may
     enter. Only Landlock restricts reading then.

@@ -91,7 +91,7 @@ class Capture:
     Args:
         pipe: descriptor of the reading end; it is closed when the pipe ends.
         limit: number of bytes to keep.
-        ends_at_limit: whether more bytes end the run; otherwise they are dropped.
+        ends_at_limit: whether the run ends if more bytes arrive; otherwise they are dropped.
 
     Attributes:
         content: bytes kept so far.
@@ -223,7 +223,8 @@ class Sandboxed:
             config = {"jail": jail, "status": status_in, "sys_path": _sys_path(), "pipes": list(pipes), **role}
             config |= {"stderr": stderr, "watched": bool(self._walls.bubblewrap)}
             payload = anonymous_file(marshal.dumps((_modules(), config)))
-            # A cluster sends its warnings to every process of a job: the new process inherits that they are blocked.
+            # A cluster sends these signals to all processes of a job as a warning. The new process inherits that they
+            # are blocked, so they cannot end it before it has set up its signals (`inside.py`).
             earlier = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM))
             try:
                 python = [_python(), "-s", "-S", "-P", "-B", "-c", _BOOT, str(payload)]
@@ -344,7 +345,7 @@ def attend(
         children: the processes; time counts from the moment when all of them are ready.
         captures: pipes to read meanwhile.
         wall_s: limit in wall-clock seconds.
-        is_done: condition, checked after each event, when everything available has been read.
+        is_done: returns whether to stop; called after each round of reading.
 
     Returns:
         The reason, "done" or the limit that was reached, and the wall-clock seconds since all processes were ready.
@@ -544,7 +545,6 @@ def _new_scratch(user: int | None) -> str:
 
 
 def _enterable_by_all(folder: str) -> bool:
-    """Return whether every user can enter a folder."""
     path = Path(os.path.realpath(folder))
     return path.is_dir() and all(p.stat().st_mode & stat.S_IXOTH for p in (path, *path.parents))
 
@@ -638,7 +638,7 @@ def _exceeds_quota(folder: str, limit: int) -> bool:
 
 
 def _remove(scratch: str) -> None:
-    """Delete a folder with any depth, names and permissions.
+    """Delete a folder, whatever its depth, names and permissions.
 
     Nested folders are moved up before they are emptied, so that neither recursion nor the length of paths matters.
     """

@@ -77,7 +77,7 @@ def check_protections(allow_unprotected: bool, mode: Mode = "auto") -> Protectio
 
 
 def _candidates(mode: Mode, obstacles: dict[str, str]) -> list[Walls]:
-    """Return the walls to try, best first; record in `obstacles` the protections that are known to be missing."""
+    """Return sets of isolation mechanisms to try, best first; record protections known to be missing in `obstacles`."""
     landlock = landlock_abi() if mode != "none" else 0
     if not landlock:
         obstacles[LANDLOCK] = "the kernel does not have it, or it is turned off"
@@ -120,7 +120,7 @@ def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
     """Return whether a program starts behind these walls and cannot escape them; record failures in `obstacles`."""
     try:
         reachable = _try_out(walls)
-        # Walls without complete isolation only need to start.
+        # Without complete isolation, it is enough that the program starts.
         if not (reachable and walls.isolated):
             return True
         reason = ", ".join(f"{action} in reach" for action in reachable)
@@ -137,7 +137,7 @@ def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
 
 
 def _try_out(walls: Walls) -> list[str]:
-    """Run a program behind these walls that tries forbidden actions; return those that succeeded.
+    """Run a program that tries forbidden actions behind these walls; return the actions that succeeded.
 
     Raises:
         SandboxError: the program did not start or did not finish.

@@ -52,7 +52,7 @@ def run_program(source: str, stdin: str, limits: Limits, protections: Protection
 
 
 def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResult:
-    """Run a program behind walls that have not been tested; `protections.py` uses it to test them.
+    """Run a program with isolation mechanisms that have not been tested; `protections.py` tests them by this.
 
     Raises:
         SandboxError: the sandbox itself failed, for a reason unrelated to the program.

@@ -1,4 +1,4 @@
-"""Program's process in a judgement: it loads the program and answers calls. It never receives expected values.
+"""Process of the judged program: it loads the program and answers calls. It never receives expected values.
 
 Runs inside the program's sandbox (standard library only), in the same process as untrusted code, which can change
 everything in it. The other side (`examine.py`) therefore checks the messages from here.

@@ -52,8 +52,8 @@ class Sources:
     """Sources of the names that tests use but do not define.
 
     Args:
-        modules: for each name that stands for a module, such as `np`, the module.
-        standard_library: for each name from the standard library, such as `sqrt`, its module.
+        modules: module of each name that stands for one, such as `np`.
+        standard_library: module of each name from the standard library, such as `sqrt`.
         program: names to take from the program, including the first part of the entry point.
     """
 
@@ -185,7 +185,7 @@ def _sources(
     entry_point: str | None,
     names: tuple[str, ...],
 ) -> Sources:
-    """Decide where the names that the tests do not define come from; see `survey`."""
+    """Decide the source of each name that the tests use but do not define; see `survey`."""
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
     # The names under which `examine._bind` gives the tests the entry point.
     bound = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
@@ -460,7 +460,6 @@ def _required(body: _Function | ast.Lambda, method: bool = False) -> set[str]:
 
 
 def _parametrised(body: ast.AST) -> set[str]:
-    """Return the parameters that `pytest.mark.parametrize` provides."""
     parameters: set[str] = set()
     for mark in getattr(body, "decorator_list", ()):
         if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Attribute) and mark.func.attr == "parametrize":

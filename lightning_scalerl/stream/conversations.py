@@ -528,7 +528,7 @@ class Conversations:
     # --- replies ---------------------------------------------------------------------------------------------
 
     def _take_replies(self, rollout_keys: Sequence[RolloutKey]) -> dict[RolloutKey, Reply]:
-        """Return the replies of settled conversations, and end conversations without room for their observation."""
+        """Return replies for conversations without a pending request; end those without room for their observation."""
         replies: dict[RolloutKey, Reply] = {}
         continuing = []
         for rollout_key in rollout_keys:
@@ -577,7 +577,6 @@ class Conversations:
         return texts
 
     def _truncated(self, conversation: _OpenConversation) -> bool:
-        """Return whether a conversation that is over counts as truncated."""
         if (
             conversation.exchanges
             and conversation.exchanges[-1][1].truncated
@@ -594,7 +593,6 @@ class Conversations:
         return conversation.cut and not (by_turns and self._settings.at_max_turns == "answer")
 
     def _record(self, conversation: _OpenConversation, rollout: Rollout) -> Conversation:
-        """Return the record of a conversation that is over."""
         observations = [observation for _, observation in conversation.exchanges]
         rewards = [observation.reward for observation in observations]
         # A turn that was cut off has no observation. The reward of `finish` is added to the last turn.

@@ -23,7 +23,8 @@ class CostModel:
     Args:
         generator_devices: number of generator devices; they share the rollouts in flight evenly.
         trainer_devices: number of trainer devices; they share a batch evenly.
-        colocated: whether the same devices generate and train in turns; only for async modes that drain.
+        colocated: whether the same devices generate and train in turns; only for async modes that
+            wait for all rollouts in flight before they train.
         decode_s: fixed cost of one decoding step on a generator device (reading the weights).
         decode_rollout_s: added to a decoding step per rollout that the device decodes.
         decode_context_s: added to a decoding step per cached token that the device's rollouts attend to.
@@ -31,7 +32,7 @@ class CostModel:
         train_s: fixed cost of one optimizer step.
         train_token_s: added per token (prompt and completion) of the rollouts that carry credit, on one device.
         publish_s: pause of the generators while new weights arrive.
-        grade_s: time from the end of a rollout to its grade. It contains no queueing: verifiers are unlimited.
+        grade_s: time from the end of a rollout to its grade. It includes no waiting for a free verifier.
         tensor_parallel: number of generator devices that form one engine and share each of its decoding steps.
         tensor_parallel_s: added to each decoding step when `tensor_parallel` is above 1 (the all-reduce).
         source: origin of the rates, in words.

@@ -1,4 +1,4 @@
-"""Turn groups into a TrainBatch: filter -> credit -> advantage -> normalization -> truncated -> tensors.
+"""From groups to a TrainBatch: filter -> credit -> advantage -> normalization -> truncated -> tensors.
 
 `assemble` is a pure function of the groups and the choices. The mechanism counters (`measure.mechanism`) rely on this:
 they assemble the same groups again with another choice, to see whether a variant changed anything.

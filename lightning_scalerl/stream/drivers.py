@@ -24,7 +24,7 @@ Listeners = list[Callable[[Event], None]]
 
 @dataclass(frozen=True)
 class Virtual:
-    """Generate and train in turns in this process; a cost model gives the time of each event."""
+    """Settings of the virtual driver: generate and train in turns in this process, at times from a cost model."""
 
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "Virtual"}
     # Number of devices outside this process that are charged in addition to the trainer's devices.
@@ -54,7 +54,7 @@ class Virtual:
 
 @dataclass(frozen=True)
 class Live:
-    """Generate in separate processes, in parallel with the trainer.
+    """Settings of the live driver: generate in separate processes, in parallel with the trainer.
 
     Args:
         generators: number of generator processes on this node; ignored if `engines` is set.

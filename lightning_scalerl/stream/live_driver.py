@@ -51,7 +51,7 @@ class LiveDriver:
         conversations: conversations of the rollouts with environments; None without environments.
     """
 
-    # Phase of the compute meter for a probe: the trainer waits for other processes.
+    # The compute meter counts a probe's time as idle, because the trainer waits for other processes.
     probe_phase: ClassVar[str] = "idle"
 
     def __init__(
@@ -67,8 +67,8 @@ class LiveDriver:
         self.stream, self.generator, self.weights = stream, generator, weights
         self.verifiers = verifiers
         self._conversations = conversations
-        self._may_have_restored = True  # a checkpoint may have restored waiting rollouts
-        self._grading: dict[int, RolloutKey] = {}  # by ticket
+        self._may_have_restored = True  # a loaded checkpoint may have waiting rollouts that no report lists
+        self._grading: dict[int, RolloutKey] = {}  # rollouts that are being graded, by ticket
         self.listeners = listeners or []
         self._probe_every = probe_every
         self._lock = threading.RLock()
@@ -200,7 +200,7 @@ class LiveDriver:
 
     @property
     def may_probe(self) -> bool:
-        """True at the steps at which the generators are probed: every `probe_every` steps."""
+        """True every `probe_every` steps: the generators' log-probabilities are then compared with the trainer's."""
         return self.stream.completed_steps % self._probe_every == 0
 
     @contextmanager

@@ -32,7 +32,7 @@ class PromptSource:
         pool: the prompts, with unique ids.
         random_key: seed of the orders; each epoch appends its number to it.
         resampling: decides which prompts are retired; a retired prompt is never drawn again. Copies of a prompt
-            (`Prompt.copy_of`) have their pass rates in common and are retired together, as one prompt.
+            (`Prompt.copy_of`) share their pass rates and are retired together, as one prompt.
         curriculum: decides which prompts may be drawn at a step; None for all. An epoch draws each of these prompts
             once, including prompts that become available during the epoch.
 
@@ -62,7 +62,8 @@ class PromptSource:
         self._curriculum_rank = self._curriculum.places(self._pool)
         self._originals = {prompt.prompt_id: prompt.copy_of for prompt in self._pool if prompt.copy_of}
         self._distinct = len({self._original(prompt.prompt_id) for prompt in self._pool})
-        # By the id of the original, as is `_retired`.
+        # Pass rates of a prompt's complete groups. Copies share one entry here and in `_retired`, by the id of the
+        # original.
         self._history: dict[str, list[float]] = {}
         self._retired: set[str] = set()
         self._epoch = 0

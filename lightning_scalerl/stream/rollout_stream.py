@@ -76,7 +76,7 @@ class RolloutStream:
     charged: Callable[[Sequence[Charge]], None] = lambda charges: None
     completed_steps: int = 0
     admitted: int = 0
-    dropped: int = 0  # groups dropped by a refilling filter; each lets one more group be admitted
+    dropped: int = 0  # groups dropped by a filter that samples replacements; each lets one more group be admitted
     surplus: int = 0  # rollouts of the admitted groups beyond `completions` per group
     training: bool = False  # the trainer is working on a batch
     dropped_for_batch: int = 0  # dropped groups attributed to the last batch taken
@@ -144,8 +144,8 @@ class RolloutStream:
         )
         points = self.choices.length_control.interrupt_at(count, (self.seed, INTERRUPTION_STREAM, key))
         if limit < self.max_new_tokens and points:
-            # The curriculum's stage has a shorter limit: scale the points by the same factor. The phrase and one token
-            # of an answer must still fit, or thinking would be truncated instead of interrupted.
+            # The curriculum's stage has a shorter limit: scale the interruption points by the same factor. The phrase
+            # and one token of an answer must still fit, or thinking would be truncated instead of interrupted.
             last = max(1, limit - self.phrase_tokens - 1)
             points = tuple(min(last, max(1, point * limit // self.max_new_tokens)) for point in points)
         return GroupRequest(
@@ -249,7 +249,8 @@ class RolloutStream:
         """Count a dropped group; raise PoolExhaustedError if too many groups were dropped for one batch."""
         self.dropped += 1
         self._dropped_unattributed += 1
-        # If the async mode drains, several batches are sampled before the first of them is trained on.
+        # If the async mode drains, which means that no rollout is in flight when it trains, several batches are sampled
+        # first.
         mode = self.choices.async_mode
         batches = mode.max_staleness + 1 if mode.drains else 1
         most_dropped = self.choices.filter.most_dropped * self.groups_per_step * batches
@@ -272,11 +273,10 @@ class RolloutStream:
     def batch_due(self) -> bool:
         """Return whether P groups are ready, and training on them now makes no other group too stale.
 
-        An async mode that drains has to wait for all rollouts in flight. Otherwise a group of version v must train by
+        An async mode that drains trains only when no rollout is in flight. Otherwise a group of version v must train by
         step v + k, with k = `max_staleness`. The groups that are not in this batch must fit into the batches up to
-        their deadlines.
-        If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the admission rule,
-        waiting for all groups is always sufficient.
+        their deadlines. If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the
+        admission rule, waiting for all groups is always sufficient.
         """
         if len(self._ready) < self.groups_per_step:
             return False

@@ -42,7 +42,7 @@ class VirtualDriver:
         conversations: conversations of the rollouts with environments; None without environments.
     """
 
-    # Phase of the compute meter for a probe: the generator runs in this process, so a probe is computed here.
+    # The compute meter counts a probe's time as training, because the generator runs in this process.
     probe_phase: ClassVar[str] = "train"
 
     stream: RolloutStream
@@ -101,7 +101,9 @@ class VirtualDriver:
 
     @property
     def may_probe(self) -> bool:
-        """Always True: in virtual time a probe of the generator costs nothing."""
+        """Always True: a probe, which compares the generator's log-probabilities with the trainer's, takes no virtual
+        time.
+        """
         return True
 
     def asking(self) -> AbstractContextManager[None]:
@@ -179,7 +181,7 @@ class VirtualDriver:
             self.conversations.start(waiting.pop(rollout_key))
             heapq.heappush(self._answering, (due_s, self._turn_count, rollout_key))
             self._turn_count += 1
-        # The other waiting rollouts have ended their turn in the generator's current step, which reports them.
+        # The remaining rollouts ended their turn in the generator's current step: put them back into its report.
         if waiting:
             assert self._current_step is not None
             self._current_step = replace(self._current_step, waiting=tuple(waiting.values()))
@@ -193,7 +195,6 @@ class VirtualDriver:
             ]
 
     def _take_grade(self) -> None:
-        """Wait for the next pending grade and pass it to the ledger."""
         key = self._grading[0][1][0]
         # All grades of a group that is graded in one call are one event. A checkpoint between them would let a resumed
         # run grade the remaining rollouts without the others.

@@ -145,7 +145,7 @@ class RewardScale:
 class NoReward(RewardScale):
     """Training reward of 0 for every completion, regardless of the verifier. Pass rates are recorded as usual.
 
-    It is for distillation, where the distance to a teacher (axis `kl`) is the only training signal.
+    It is for distillation, where the KL divergence from a teacher (axis `kl`) is the only training signal.
     """
 
     @property
@@ -173,12 +173,12 @@ def file_digest(field: str, path: str | Path) -> str:
 
 
 def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return the content of a task's training rows and held-out sets, for a run's identity.
+    """Return values that represent a task's training rows and held-out sets in a run's identity.
 
     Args:
         parameters: the task's parameters. `train` is the location of the training rows, and `heldout` maps set names to
             locations.
-        content_of: (field for errors, location) -> a value that represents the content, such as a digest.
+        content_of: function of (field for errors, location) that returns such a value, for instance a digest.
     """
     heldout = parameters.get("heldout")
     heldout_sets = heldout.items() if isinstance(heldout, Mapping) else ()

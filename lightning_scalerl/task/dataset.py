@@ -54,7 +54,7 @@ class DatasetTask(PoolTask):
         ConfigurationError: a file, row, field, rule or reward cannot be used; the error names it.
     """
 
-    # Parameters at these values are left out of identities, so that runs older than a parameter keep their identity.
+    # A parameter with this value is left out of a run's identity, so runs older than the parameter keep theirs.
     added: ClassVar[Mapping[str, Any]] = {
         "fields": None, "instruction": "", "prefix": "", "right": None, "wrong": None, "duplicates": "drop",
         "leaks": "drop", "sandbox": {}, "keep_columns": False,
@@ -178,7 +178,8 @@ class DatasetTask(PoolTask):
         without_prompt: list[int] = []
         unanswered: list[int] = []
         ungradable: list[str] = []
-        # A key that only some rows lack is an empty cell: writers of JSON lines leave such keys out.
+        # A key that only some rows lack is an empty cell in these rows: writers of JSON lines omit keys without a
+        # value.
         empty = dict.fromkeys(name for row in rows for name in row)
         for number, row in enumerate(rows):
             try:
@@ -229,7 +230,7 @@ class DatasetTask(PoolTask):
     def _check_texts(self, problem: Problem, row: Row, place: str) -> None:
         """Refuse a row with a text that cannot be encoded; `place` begins the error.
 
-        Tests of programs are left alone: the sandbox passes any text on.
+        The tests of programs are not checked, because the sandbox can pass on any text.
         """
         answer = None if isinstance(problem.answer, Mapping) else problem.answer
         texts = {
@@ -277,7 +278,8 @@ class DatasetTask(PoolTask):
     def _collect_known(self, prompts: Sequence[Prompt]) -> None:
         """Collect right and wrong completions of a few random rows, for `known`.
 
-        A completion comes from the template; without one, from the row's solution; without that, from the verifier.
+        Both come from the templates if there are any. Otherwise a right completion is the row's solution. Completions
+        that are still missing come from the verifier.
         """
         first = self._rewards.rewards[0].grader
         chosen = random.Random(0).sample(range(len(prompts)), min(NUM_KNOWN_ROWS, len(prompts)))

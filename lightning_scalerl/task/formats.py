@@ -246,7 +246,7 @@ def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Pro
 
 
 def truthfulqa(row: Row) -> Problem:
-    """Read a row of truthfulqa/truthful_qa, generation: question, best_answer, correct_answers, incorrect_answers."""
+    """Read a row of truthfulqa/truthful_qa (generation): question, best_answer, correct_answers, incorrect_answers."""
     true = [_first(row, "best_answer"), *(row.get("correct_answers") or ())]
     true = [str(answer) for answer in true if not no_answer(answer)]
     false = [str(answer) for answer in row.get("incorrect_answers") or () if not no_answer(answer)]

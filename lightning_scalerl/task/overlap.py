@@ -12,7 +12,7 @@ RULES = ("drop", "refuse", "keep")
 
 
 def check_rules(**rules: str) -> None:
-    """Check that each rule, given by the name of its field, is one of `RULES`.
+    """Check that each rule, passed under the name of its field, is one of `RULES`.
 
     Raises:
         ConfigurationError: a rule is not in `RULES`.

@@ -336,7 +336,7 @@ class ReasoningGymTask(PoolTask):
     def _split(
         self, generator: Generator, train: int, heldout: int, all_train: int, all_heldout: int
     ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-        """Draw training rows and held-out rows; the digest of a question decides which it is.
+        """Draw training rows and held-out rows. The digest of its question decides which of the two a row is.
 
         Args:
             generator: the generator.

@@ -101,7 +101,9 @@ class Translation:
         self.set(*axes, **{f"{prefix}.{name}": value for name, value in settings.items()})
 
     def express(self, axis: str, *names: str) -> None:
-        """Record which settings express the choice on an axis; give no names if the trainer always behaves like it."""
+        """Record which settings express the choice on an axis; give no names if the trainer always behaves like this
+        choice.
+        """
         self.settings_by_axis.setdefault(axis, []).extend(names)
 
     @property
@@ -308,7 +310,7 @@ class Run:
 
     @property
     def head(self) -> bool | None:
-        """True if the heads of trainer and generator are FP32 under a 16-bit policy; None if only one of them is."""
+        """True if trainer and generator both have an FP32 head under a 16-bit policy; None if only one has."""
         precision: Precision = self.choices.precision
         if precision.policy == "fp32":
             return False
@@ -399,7 +401,7 @@ def _check_groups(run: Run, into: Translation) -> None:
             if (value := getattr(context, key)) is not None:
                 into.add_missing(f"context.{key}", value, f"a limit of the environment's conversations ({limit})")
     for key, neutral in (Chat.neutral or {}).items():
-        value = getattr(chat, key, neutral)  # `choice` is not an attribute
+        value = getattr(chat, key, neutral)  # the key `choice` is the class's name, not an attribute
         value = list(value) if key == "stop" else value
         if value != neutral:
             into.add_missing(f"chat.{key}", value, _CHAT.get(key, f"{name} renders prompts by its own settings"))
@@ -486,7 +488,7 @@ def on_policy(run: Run) -> bool:
 
 
 def deviation(eps: float) -> str:
-    """Return the reason to give for a standard deviation that cannot be translated: only one form of it can."""
+    """Return the reason why a standard deviation cannot be translated, and which form of it can."""
     return (
         f"the standard deviation is the unbiased one plus {eps:g}; normalization.ddof=1 with normalization.eps={eps:g} "
         "can be translated"
@@ -549,7 +551,7 @@ def kl_term(run: Run, into: Translation, aggregation: type[Aggregation], why: st
 
 
 def evaluation_interval(run: Run, into: Translation) -> int:
-    """Return the number of batches of `run.k` steps between evaluations; 0 without evaluations, or for a fraction."""
+    """Return the number of batches of `run.k` steps between evaluations; 0 for none, or if it would be a fraction."""
     interval, _ = run.evaluation
     if interval % run.k:
         into.add_missing(

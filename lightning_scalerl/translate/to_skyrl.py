@@ -255,7 +255,7 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add the precision, and the log-probabilities that anchor the importance ratio: the engine's or the trainer's."""
+    """Add the precision, and the denominator of the importance ratio: the engine's probabilities or the trainer's."""
     correction, precision, loss = run.choices.correction, run.choices.precision, run.choices.loss
     if precision.policy == "fp32":
         into.add_missing(

@@ -306,10 +306,10 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add the anchor of the importance ratio, the generator, and the precision of both.
+    """Add the denominator of the importance ratio, the generator, and the types in which trainer and generator compute.
 
-    Without vLLM, TRL's anchor is the trainer's log-probabilities at the time of sampling. In FP32 these are the same as
-    the generator's.
+    Without vLLM, TRL divides by the trainer's probabilities at the time of sampling. In FP32 they equal the
+    generator's.
     """
     correction, precision = run.choices.correction, run.choices.precision
     is_fp32 = precision.policy == "fp32"

@@ -12,7 +12,7 @@ Properties of the released code:
 - the learning rate advances once per generation batch;
 - training ends after `total_epochs`, regardless of `total_training_steps`;
 - FSDP takes its types from `mixed_precision`, or BF16 without it, and never reads `dtype`;
-- an engine always samples, so the anchor of the ratio is a choice: `bypass_mode` uses the engine's log-probabilities.
+- an engine always samples, so the ratio's denominator is a choice: `bypass_mode` uses the engine's log-probabilities.
   With `use_v1=false`, the older trainer, `bypass_mode` also replaces any loss by PPO's.
 
 Source: verl 0.9.1, trainer/ppo/core_algos.py, trainer/ppo/rollout_corr_helper.py, trainer/ppo/v1/trainer_base.py,
@@ -276,7 +276,7 @@ def _optimizer(run: Run, into: Translation) -> None:
 
 
 def _ratio(run: Run, into: Translation) -> None:
-    """Add the precision, and the log-probabilities that anchor the importance ratio: the engine's or the trainer's."""
+    """Add the precision, and the denominator of the importance ratio: the engine's probabilities or the trainer's."""
     correction, precision = run.choices.correction, run.choices.precision
     into.under(ROLLOUT, "precision", dtype=run.dtype)
     # The reference policy has its own engine, which also uses BF16 by default.

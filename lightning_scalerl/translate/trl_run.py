@@ -161,12 +161,10 @@ def main() -> int:
         """Callback that evaluates when due, counts the compute of each step, and stops the run on request."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            """Evaluate the starting point of a new run."""
             if state.global_step == 0:
                 evaluate(trainer.model, 0)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
-            """Add the compute of the step, evaluate if it is due, and stop if that was requested."""
             if pending_steps:
                 journal.flops += pending_steps.pop()
             step, remainder = divmod(state.global_step, epochs)

@@ -2,7 +2,7 @@
 
 The answer is the first of these that the completion contains:
 
-1. the last `<answer>...</answer>`, if no box comes after it;
+1. the last `<answer>...</answer>`, if no `\\boxed` comes after it;
 2. the last `\\boxed{...}` or `\\fbox{...}` with closed braces. Boxes that are separated only by a comma, a semicolon,
    "and" or "or" form one list;
 3. the text after the last `####`: a number or an expression up to the end of its line, or words that end the text;

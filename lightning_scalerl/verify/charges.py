@@ -14,7 +14,7 @@ DEVICE_HOURS = "device_hours"
 
 @dataclass(frozen=True)
 class ComputeAxes:
-    """Settings of the compute axes.
+    """Settings of the compute axes, the x axes of learning curves.
 
     Args:
         judge: how the cost of judges is added to device hours and virtual device hours. None adds nothing: the cost
@@ -56,7 +56,7 @@ class Totals:
             setattr(self, field.name, getattr(self, field.name) + getattr(charge, field.name))
 
     def by_name(self) -> dict[str, float]:
-        """Return the sums by their names in metrics."""
+        """Return the sums by metric name."""
         return {
             "hours": self.seconds / 3600.0,
             "tokens": float(self.prompt_tokens + self.completion_tokens),
@@ -77,7 +77,8 @@ class ChargeLedger:
 
     def __init__(self) -> None:
         self.training, self.evaluation = Totals(), Totals()
-        self._counted: dict[bool, set[int]] = {False: set(), True: set()}  # keys of charges, by `evaluation`
+        # keys of counted charges, in training (False) and evaluation (True)
+        self._counted: dict[bool, set[int]] = {False: set(), True: set()}
         self._answers = {"asked": 0, "cached": 0}
 
     def add(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
@@ -98,7 +99,9 @@ class ChargeLedger:
         return any(self._answers.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the judges' costs in training (`compute/judge_*`) and numbers of answers; empty without a judge."""
+        """Return the judges' costs in training (`compute/judge_*`), and counts of asked and cached answers; empty
+        without a judge.
+        """
         if not self.used:
             return {}
         axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._nonzero_names()}

@@ -52,7 +52,6 @@ _NOTE_PREFIX = "in reward function "
 
 
 def _error_outcome(error: Exception, seconds: float) -> Outcome:
-    """Return the outcome for an exception of a grader."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE_PREFIX)]
     reason = f"raised {error_line(error)}{f' ({notes[0]})' if notes else ''}"
     return Outcome("error", why=reason, seconds=seconds, charges=charges_of(error))

@@ -267,7 +267,6 @@ class Judge:
         return _FIELDS.sub(lambda match: values[match[1]], self.prompt)
 
     def _body(self, message: str) -> dict[str, Any]:
-        """Return the body of the request for a message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,

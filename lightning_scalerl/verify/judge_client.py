@@ -67,7 +67,7 @@ class JudgeError(RuntimeError):
 
     @classmethod
     def wrap(cls, error: Exception, charges: tuple[Charge, ...]) -> JudgeError:
-        """Wrap another reward's error and its notes, to attach the charges of judges in the same weighted sum."""
+        """Convert another reward's error, with its notes, to attach the charges of judges in the same weighted sum."""
         judged = cls(error_line(error), charges)
         for note in getattr(error, "__notes__", ()):
             judged.add_note(note)
@@ -227,10 +227,11 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 @dataclass(frozen=True)
 class AnswerCache:
-    """Answers on disk, in one file per question. The question's hash is its name. Several processes may share a folder.
+    """Answers on disk, in one file per question, named by the question's hash. Several processes may share a folder.
 
     A file is complete or absent, even after kill -9. The first answer to a question is kept, so that all processes
-    count the same cost for it. Answers are never removed; the file of a question has less than about 4 KiB.
+    count
+    the same cost for it. Answers are never removed; a file takes less than about 4 KiB.
     """
 
     folder: Path
@@ -243,7 +244,7 @@ class AnswerCache:
         return None
 
     def put(self, key: str, answer: Answer, replace: bool = False) -> Answer:
-        """Store an answer. Return the stored answer, which another process may have stored before.
+        """Store an answer. Return the answer that is stored afterwards, which may be an earlier one of another process.
 
         Args:
             key: hash of the question.

@@ -206,7 +206,9 @@ def _equal(gold: Answer, statement: StatedAnswer, answer: Answer) -> bool:
 
 
 def _equal_mathematics(expected: Any, actual: Any, gold: str, text: str, marked: bool) -> bool:
-    """Compare with math-verify, and by our own rules for what it ignores: bases, brackets, errors of small numbers.
+    """Compare with math-verify, and by our own rules for what it ignores.
+
+    It ignores the base of a numeral, the kind of brackets, and large relative errors of small numbers.
 
     Args:
         expected, actual: the gold and the stated answer as parsed by math-verify.
@@ -234,7 +236,7 @@ def _base(text: str) -> str | None:
 
 
 def _brackets(text: str) -> str | None:
-    """Return "set" or "order" for a list, depending on its brackets; None without commas or brackets."""
+    """Return "set" for a list in set brackets, "order" for one in round or square brackets, else None."""
     if "," not in text:
         return None
     return "set" if text.startswith("\\{") else "order" if text.startswith(("(", "[")) else None

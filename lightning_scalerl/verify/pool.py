@@ -1,9 +1,9 @@
-"""Pool of verifier processes: asynchronous, with a timeout per completion; workers that hang or die are replaced.
+"""Pool of verifier processes, with a timeout per completion. Workers that hang or die are replaced.
 
 A thread of this process sends completions to free workers and collects their outcomes. If grading is quick, a worker
 gets further completions in advance, because a round trip would cost more than grading. A worker that exceeds its
-timeout is killed together with all processes that it has started, and replaced. This does not delay other completions:
-when a worker's current completion takes long, the completions that it got in advance move to other workers.
+timeout is killed together with all processes that it has started, and replaced. A slow completion does not delay
+others: the completions that its worker got in advance move to other workers.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _REASSIGN_S = 0.1
 
 @dataclass
 class _Job:
-    """Completion, or all completions of a group, to be graded by one call."""
+    """Work for one call of the grader: a completion, or all completions of a group (of one prompt)."""
 
     tickets: tuple[int, ...]
     samples: tuple[Sample, ...]
     attempts: int = 0
     seconds: float = 0.0
-    charges: dict[int, tuple[Charge, ...]] = field(default_factory=dict)  # of failed attempts, by ticket
+    charges: dict[int, tuple[Charge, ...]] = field(default_factory=dict)  # charges of failed attempts, by ticket
 
     @cached_property
     def message(self) -> memoryview:
@@ -135,7 +135,7 @@ class VerifierPool:
         self._thread.start()
 
     def submit(self, sample: Sample) -> int:
-        """Queue a completion for grading and return its ticket immediately."""
+        """Queue a completion for grading and return its ticket, the number by which `wait` fetches the outcome."""
         return self.submit_group([sample])[0]
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
@@ -227,7 +227,6 @@ class VerifierPool:
                 _kill(worker)
 
     def _start_worker(self) -> _Worker:
-        """Start a worker process; it has `START_S` seconds to load the grader."""
         scratch = secrets.token_hex(8)
         process, connection = start_worker(
             "lightning_scalerl.verify.worker", self._pickled, self._memory_gib, {SCRATCH: scratch}
@@ -256,7 +255,6 @@ class VerifierPool:
                         worker.connection.send_bytes(job.message)
 
     def _start_timeout(self, worker: _Worker) -> None:
-        """Start the timeout of a worker's first job."""
         job = worker.jobs[0]
         job.attempts += 1
         worker.job_start = time.monotonic()
@@ -337,7 +335,9 @@ class VerifierPool:
                 self._fail(f"task: the verifier was not loaded within {START_S:g} s")
 
     def _replace(self, number: int, reason: str, died: bool = False) -> None:
-        """Kill a worker and start another. Its current job ends in an error; its prefetched jobs are queued again."""
+        """Kill a worker and start another. Its current job's attempt counts as failed; its prefetched jobs are queued
+        again.
+        """
         worker = self._workers[number]
         if died:
             with suppress(subprocess.TimeoutExpired):
@@ -372,7 +372,7 @@ class VerifierPool:
                     job.charges[ticket] = job.charges.get(ticket, ()) + outcome.charges
                 self._shared.queue.append(job)
                 return
-            earlier_s = job.seconds / len(job.tickets)  # seconds per completion that failed attempts took
+            earlier_s = job.seconds / len(job.tickets)  # time of failed attempts, per completion
             for ticket, outcome in zip(job.tickets, outcomes, strict=True):
                 if ticket in self._shared.waiting:
                     seconds = earlier_s + outcome.seconds
@@ -391,7 +391,7 @@ class VerifierPool:
 
 
 def _kill(worker: _Worker) -> int:
-    """Kill a worker with its process group and its sandboxes' scratch folders; return the exit status."""
+    """Kill a worker's process group, delete the scratch folders of its sandboxes, and return its exit status."""
     kill_group(worker.process.pid)
     worker.connection.close()
     status = worker.process.wait()

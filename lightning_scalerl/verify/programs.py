@@ -153,7 +153,6 @@ class Programs:
         return Grade(float(result.passed), extra={"tests": result.reason})
 
     def _judge_program(self, code: str, answer: Mapping[str, Any]) -> JudgeResult:
-        """Run a program against the tests in the answer, which has one of the three forms."""
         if "cases" in answer:
             cases = [(str(text), str(expected)) for text, expected in answer["cases"]]
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)

@@ -1,6 +1,6 @@
 """Reward functions from the user, written for TRL, for verl or for this library, and weighted sums of rewards.
 
-The names of a function's parameters decide its form.
+The form of a function (TRL's, verl's or one of ours) is recognised by the names of its parameters.
 """
 
 from __future__ import annotations
@@ -325,16 +325,16 @@ class RewardSum:
                 reward.grader.prepare()
 
     def ready(self) -> Sequence[str]:
-        """Test all graders that are services with one request each; return one line per service."""
+        """Send one request to each grader that is a service, to test it; return one line per service."""
         return [line for reward in self.rewards for line in ready(reward.grader)]
 
     @property
     def longest_s(self) -> float:
-        """Sum of the maximum seconds of graders that have their own limits, because they grade one after the other."""
+        """Maximum seconds of one grade: the sum over the graders that limit their time, which run one by one."""
         return sum(float(getattr(reward.grader, "longest_s", 0.0)) for reward in self.rewards)
 
     def needs_s(self, sample: Sample) -> float:
-        """Return the sum of the maximum seconds for this sample over the graders that have their own limits."""
+        """Return the maximum seconds for this sample, summed over the graders that state them."""
         methods = (getattr(reward.grader, "needs_s", None) for reward in self.rewards)
         return float(sum(method(sample) for method in methods if method is not None))
 

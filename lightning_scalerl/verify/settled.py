@@ -30,7 +30,7 @@ class SettledFirst:
         return ticket
 
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
-        """Queue a group, whose samples without a settled outcome are graded together; return their tickets."""
+        """Queue a group and return all its tickets. Samples without a settled outcome are graded together."""
         if not (unsettled := [sample for sample in samples if sample.settled is None]):
             return [self.submit(sample) for sample in samples]
         graded = iter(submit_bundle(self._verifiers, unsettled))

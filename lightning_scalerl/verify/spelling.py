@@ -155,7 +155,9 @@ def _strip_brackets(argument: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Replace style commands by their last arguments and text commands by `\\text`, and unwrap mathematics in them."""
+    """Replace a style command by its last argument, and a text command by `\\text`, or by its argument if it is
+    mathematics.
+    """
     closing = _closing_braces(text)
 
     def walk(start: int, end: int) -> str:

@@ -56,7 +56,7 @@ class Verifiers(Protocol):
 
 
 def submit_bundle(verifiers: Verifiers, samples: Sequence[Sample]) -> Sequence[int]:
-    """Queue completions that are graded together, one or a whole group; return the tickets."""
+    """Queue one completion, or a whole group to be graded by one call; return the tickets."""
     return [verifiers.submit(samples[0])] if len(samples) == 1 else verifiers.submit_group(samples)
 
 

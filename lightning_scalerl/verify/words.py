@@ -1,4 +1,4 @@
-"""Separates the words and units of an answer from its mathematics, and compares them if both answers have words.
+"""Separation of an answer's words and units from its mathematics, and comparison of the words of two answers.
 
 `12 \\text{ cm}` consists of the mathematics 12 and the word centimeter. If this is the gold answer, 12 without words is
 right too, but 12 m is wrong: words must agree if both answers have them. Case, plural, articles and the usual
@@ -69,7 +69,7 @@ class AnswerParts(NamedTuple):
 
     @property
     def readings(self) -> tuple[str, ...]:
-        """Readings of the mathematics: without words such as "million" and, if there are any, with them as factors."""
+        """Mathematics without words such as "million"; if there are any, also the mathematics with them as factors."""
         return (self.mathematics,) if self.scaled == self.mathematics else (self.mathematics, self.scaled)
 
 
@@ -98,7 +98,7 @@ def separate_words(text: str) -> AnswerParts:
 
 
 def _words_of(match: re.Match[str]) -> list[str] | None:
-    """Return the words in a match of `_WORD` in canonical form; None if it is a mathematical function."""
+    """Return the words in a match of `_WORD` in canonical form; None if the match is a mathematical function."""
     if match["degree"]:
         scale = {"C": " celsius", "F": " fahrenheit"}.get((match["scale"] or "").upper(), "")
         return canonical_words(f"degree{scale}")
@@ -159,15 +159,16 @@ def _canonical(token: str) -> str:
 
 
 def agree(gold: tuple[str, ...], stated: tuple[str, ...], prose: bool = False) -> bool:
-    """Return whether the words of two answers are compatible.
+    """Return whether the words of two answers are compatible. An answer without words is compatible with any.
 
-    Connectors ("and", "or") must be equal if both answers have them. One answer may have more of the other words, but
-    the additional words must not contain a negation.
+    Connectors ("and", "or") must be equal if both answers have them. Of the other words, one answer may have more than
+    the
+    other, but the additional words must not contain a negation.
 
     Args:
         gold: words of the gold answer.
         stated: words of the stated answer.
-        prose: whether the stated answer is a sentence, of which only units are compared.
+        prose: True if the stated answer is a sentence. Then only units are compared.
     """
     gold_set, stated_set = {*gold} & CONNECTORS, {*stated} & CONNECTORS
     if gold_set and stated_set and gold_set != stated_set:
