@@ -59,7 +59,7 @@ def save_state(
     records: Records,
     identity: dict[str, Any],
 ) -> None:
-    """Save the state of rank 0's data path and the random state of the other ranks. All ranks call it."""
+    """Add the run's state to a checkpoint. All ranks call it, because their random states are saved too."""
     _, *others = models.ranks.gather(TorchRandomState().state_dict())
     if path is None:
         return
@@ -87,7 +87,7 @@ def load_state(
     if update is not None:
         updates.load_state_dict(update)
         models.restore_reference(update.get("reference"))
-        shard_models(models)  # the reference may just have been loaded whole
+        shard_models(models)  # `restore_reference` may just have loaded the whole reference
     if path is not None:
         path.restore(checkpoint["scalerl"], from_parent)
         return
@@ -150,10 +150,7 @@ def identity_of(trainer: Any, run: Run, run_settings: Mapping[str, Any] | None =
 
 
 def _settings(run: Run, run_settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings and the digest of the prompts that decide what the run learns.
-
-    Empty without `run_settings`.
-    """
+    """Return the settings and the digest of prompts that decide what the run learns; empty without `run_settings`."""
     if run_settings is None:
         return {}
     resolved = resolved_choices(run.recipe, run.choices)
@@ -163,8 +160,7 @@ def _settings(run: Run, run_settings: Mapping[str, Any] | None) -> dict[str, Any
         for name, value in resolved.get(group, {}).items()
         if names is None or name in names
     }
-    # Of the task, include only the prompts: after an error in a reward function, the run may continue with a corrected
-    # one.
+    # Include only the task's prompts, not its reward functions: a run may continue after an error in one was corrected.
     _, prompts, _ = run_settings["task"]
     return {**settings, "prompts": prompts}
 
@@ -234,12 +230,9 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
 
 
 def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_path: Any) -> None:
-    """Refuse other settings or prompts than those of the checkpoint's run.
+    """Refuse settings or prompts other than those of the checkpoint's run.
 
     Only settings that both runs have are compared, because checkpoints of earlier versions lack some.
-
-    Raises:
-        ConfigurationError: a setting differs.
     """
     changed = [text for key in settings if key in saved for text in _differences(key, saved[key], settings[key])]
     if not changed:

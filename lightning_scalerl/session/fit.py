@@ -91,7 +91,6 @@ def end_stopped(trainer: Any, run: Run) -> None:
 
 
 def _evaluate_and_save(trainer: Any, run: Run) -> None:
-    """Evaluate the last weights of a fit, unless they are evaluated already, and save the run."""
     if evaluation_due(trainer, run.completed_steps, last=True) and not validate_now(trainer, last=True):
         stop_between_steps(trainer, run)
     for callback in trainer.callbacks:

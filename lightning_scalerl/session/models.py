@@ -69,12 +69,12 @@ class Models:
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model from which axis `kl` measures the policy's distance: the initial model, or a teacher,
+        reference: frozen model of axis `kl`, from which the KL of the policy is measured: the initial model, or a teacher,
             which a vLLM server may run. None without KL.
         teacher: description of the teacher for the run's semantics; empty without one.
-        teacher_flops: cost of the teacher's passes; None without one.
+        teacher_flops: FLOPs of the teacher's forward passes; None without one.
         trained: access to the policy between passes.
-        ranks, device: ranks of the Trainer and the device of this one; set in every stage.
+        ranks, device: ranks of the Trainer and the device of this one; set at the setup of every stage.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ def make(
     check_weights(model)
     check_attention(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
-    # Other models are tried later: once their weights are read, or on the device that can run them.
+    # A model whose weights are not read yet, or that needs a GPU, is tried out later.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
         try_out(policy, built.batch.packed)
     if has_adapter(model):

@@ -71,7 +71,7 @@ def recompute_activations(models: Models, batch: BatchSettings) -> None:
 
 
 def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
-    """Check, if the strategy shards, that the optimizer makes the same step on parts of weights as on whole weights.
+    """Check that the optimizer makes the same step on parts of weights as on whole weights, if the strategy shards.
 
     Raises:
         ConfigurationError: the steps differ, so that results would depend on the number of devices.

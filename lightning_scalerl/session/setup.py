@@ -1,4 +1,4 @@
-"""Setup of a stage, in the order of its functions: choices, models, stage, and the data path of a fit.
+"""Setup of a fit, validation or prediction: choices, models, `Stage`, and the data path of a fit, in this order.
 
 The inputs are a recipe, its models, and a Trainer with callbacks and data module. Afterwards the choices are resolved,
 the models are on their device, and the run can generate, train and evaluate. Every configuration error is raised here,
@@ -202,5 +202,4 @@ def set_up_fit(
 
 
 def _choices_among(trainer: Any) -> list[DesignChoice]:
-    """Return the design choices among a Trainer's callbacks."""
     return [callback for callback in trainer.callbacks if isinstance(callback, DesignChoice)]

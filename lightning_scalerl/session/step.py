@@ -1,4 +1,4 @@
-"""Measurements of one training step on rank 0: gaps to the generator, mechanism counters, and the step's metrics."""
+"""Measurements of one training step on rank 0: log-probability gaps, mechanism counters, and the step's metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def count_mechanisms(path: DataPath, batch: TrainBatch, passes: Sequence[Pass]) 
 
 @contextmanager
 def _probing(path: DataPath) -> Iterator[None]:
-    """Count the time of a generator probe in the phase that the driver names (`probe_phase`)."""
+    """Count the time of a generator probe as the meter phase `driver.probe_phase`."""
     with path.meter.phase(path.driver.probe_phase), path.driver.asking():
         yield
 

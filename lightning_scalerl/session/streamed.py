@@ -21,7 +21,10 @@ from lightning_scalerl.model.value import ValueModel
 
 
 def empty_or_loaded_model(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
-    """Return a model without data and the files of its weights, or else the whole model and the reason why not."""
+    """Return a model without data and the files of its weights.
+
+    If that is impossible, return the whole model and the reason.
+    """
     model_and_files = "it gets an adapter" if adapter.adapts else load_blank(path)
     return model_and_files if isinstance(model_and_files, tuple) else (load_model(path), model_and_files)
 

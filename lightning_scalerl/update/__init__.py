@@ -2,7 +2,7 @@
 
 `before` makes the passes without gradient (anchor, reference, values), `token_credit` computes advantages per token,
 `terms` is the loss as a list of terms, `loss_scale` handles FP16 and non-finite updates, `health` ends runs that have
-collapsed. A new term is a function in `terms` and the axis that gives its coefficient.
+collapsed. To add a term, write a function in `terms` and an axis that gives its coefficient.
 
 May import: `model`, `task`, `choices`, never `stream`.
 """

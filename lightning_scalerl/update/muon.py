@@ -55,8 +55,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
         M = mu M + (1 - mu) G,  O = orthogonalize((1 - mu) G + mu M),  W = W - lr weight_decay W - lr f O
 
-    A step equals that of torch.optim.Muon bit for bit. The class itself is not used: on a sharded matrix its products
-    would sum in another order. Here every rank orthogonalizes the whole matrix and keeps its own part.
+    A step equals that of torch.optim.Muon bit for bit. torch's class is not used, because on a sharded matrix its
+    products would sum in another order. Here every rank orthogonalizes the whole matrix and keeps its own part.
 
     Args:
         matrices: groups for Muon, each with its "lr".

@@ -2,7 +2,8 @@
 
     policy    surrogate of axis `loss`, with the anchor and weights of axis `correction`
     value     clipped squared error of the critic
-    kl        distance from the frozen reference; with `kl.estimate=k1` the surrogate with -distance as the advantage
+    kl        estimate of the KL from policy to reference; with `kl.estimate=k1` the surrogate with minus this estimate
+              as advantage
     entropy   minus the entropy bonus
 
 All terms divide by the global denominators of the batch, so any split of a batch sums to the same loss and gradient.
@@ -122,7 +123,7 @@ def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> T
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:
-    """Return the distance of each token (R, T) to the reference by `kl.estimate`, in the type of axis `precision`."""
+    """Return each token's KL estimate (R, T) by `kl.estimate`, in the dtype of axis `precision`."""
     round_to_policy, fp32 = choices.precision.round_to_policy, choices.precision.fp32_kl
     if choices.kl.reads_vocabulary:
         divergences = scored.batch.divergences if scored.divergences is None else scored.divergences
