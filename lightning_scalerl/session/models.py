@@ -69,8 +69,8 @@ class Models:
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model of axis `kl`, from which the KL of the policy is measured: the initial model, or a teacher,
-            which a vLLM server may run. None without KL.
+        reference: frozen model to which axis `kl` compares the policy: the initial model, or a teacher, which a vLLM
+            server may run. None without KL.
         teacher: description of the teacher for the run's semantics; empty without one.
         teacher_flops: FLOPs of the teacher's forward passes; None without one.
         trained: access to the policy between passes.
