@@ -82,5 +82,4 @@ class LoRA(Adapter):
 
 
 def _is_list_of_names(value: Any) -> bool:
-    """Return whether a value is a list of non-empty strings."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)

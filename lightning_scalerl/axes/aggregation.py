@@ -137,7 +137,7 @@ BY_NAME: Mapping[str, type[Aggregation]] = {
 
 
 def named_aggregation(field: str, name: str | None) -> Aggregation | None:
-    """Build the aggregation of one term of the loss (KL, entropy, value); return None if it names none.
+    """Build the aggregation of one term of the loss (KL, entropy, value); return None if `name` is None.
 
     Args:
         field: configuration key, for the error message.

@@ -32,11 +32,11 @@ C = TypeVar("C", bound="DesignChoice")
 
 
 class ObservedStep(Protocol):
-    """One optimizer step before its update, as the mechanism counters see it.
+    """Data of one optimizer step before its update, from which `DesignChoice.differs` decides.
 
     Attributes:
         batch: batch to train on, with all groups that were sampled for it.
-        admitted: number of groups admitted so far in the run.
+        admitted: number of groups sent to the generator ("admitted") so far in the run.
         completed_steps: number of optimizer steps done before this one.
         groups_per_step: number of groups per step (P).
         dropped: number of groups that were dropped and replaced for this batch.
@@ -89,8 +89,8 @@ class DesignChoice(Callback):
 
     Attributes:
         axis: name of the axis, of its configuration group and of its column in tables.
-        neutral: semantics of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every choice
-            has an effect. A configuration with the neutral choice and one without the axis are the same run.
+        neutral: `semantics()` of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every
+            choice has an effect. A configuration with the neutral choice and one without the axis are the same run.
         added: parameters that were added when runs without them existed already, each with its neutral value. At that
             value they are left out of run identities, so that older identities stay valid.
     """
@@ -146,7 +146,7 @@ class DesignChoice(Callback):
         return _parameters_of(choice_class)
 
     def same_as(self, other: DesignChoice) -> bool:
-        """Return whether both choices have the same semantics; their classes may differ."""
+        """Return whether both choices have equal `semantics()`; their classes may differ."""
         return self.semantics() == other.semantics()
 
     def changes_from(self, other: DesignChoice) -> list[str]:
@@ -280,6 +280,5 @@ def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:
-    """Return all direct and indirect subclasses of a class, direct ones first."""
     children = root.__subclasses__()
     return children + [descendant for child in children for descendant in _descendants(child)]

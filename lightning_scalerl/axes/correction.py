@@ -118,7 +118,7 @@ class Proximal(Correction):
         return batch.anchor_logprobs
 
     def weights(self, batch: TrainBatch) -> Tensor | None:
-        """Return `importance_weights` (R, T) of anchor over generator; None with mode "none" or without an anchor."""
+        """Return `importance_weights` (R, T); None with mode "none" or without recomputed log-probabilities."""
         if self.mode == "none" or batch.anchor_logprobs is None:
             return None
         return importance_weights(

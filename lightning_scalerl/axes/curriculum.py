@@ -280,11 +280,6 @@ class StagedRewards(Curriculum):
 
 
 def _stage(factors: Mapping[str, float]) -> dict[str, float]:
-    """Return a stage's factors by reward name, as floats.
-
-    Raises:
-        ConfigurationError: `factors` is not a mapping from names to numbers of 0 or more.
-    """
     if not isinstance(factors, Mapping):
         raise ConfigurationError(
             f"curriculum.stages: {factors!r} must give factors by the rewards' names, such as {{}}"

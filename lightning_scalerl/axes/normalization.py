@@ -122,7 +122,7 @@ def scale_by_pass_rate(advantages: list[Tensor], rewards: list[Tensor], incorrec
 
 
 def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int, eps: float, centre: bool) -> Tensor:
-    """Return advantages (R, T) divided by the deviation of `moments`; 0 outside the mask.
+    """Return advantages (R, T) divided by the standard deviation of `moments`; 0 outside the mask.
 
     With `centre` the mean of `moments` is subtracted first. Advantages are unchanged if there are too few numbers.
     """

@@ -37,8 +37,8 @@ class Precision(DesignChoice):
         fp32_head_generator: compute the generator's logits in FP32 even if the policy is not.
         fp32_value: run the critic in FP32 even if the policy is not.
         fp32_advantage: keep advantages in FP32; otherwise they are rounded to the policy's type.
-        fp32_kl: compute the distance from the reference in FP32; otherwise the log-probabilities in it are rounded to
-            the policy's type.
+        fp32_kl: compute the KL to the reference in FP32; otherwise its log-probabilities are rounded to the policy's
+            type.
     """
 
     axis: ClassVar[str] = "precision"
@@ -82,7 +82,7 @@ class Precision(DesignChoice):
         return torch.float32 if self.fp32_value else self.policy_dtype
 
     def round_to_policy(self, values: Tensor, fp32: bool) -> Tensor:
-        """Return `values` unchanged if `fp32` is true, else rounded to the policy's type (the dtype stays the same)."""
+        """Return `values`, rounded to the policy's type unless `fp32` is true. The tensor's dtype stays the same."""
         return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
 
     def components(self) -> dict[str, str]:

@@ -91,7 +91,6 @@ def _error(choice: DesignChoice, method: str, got: str, expected: str) -> Cannot
 
 
 def _described(result: Any) -> str:
-    """Return a few words on a result: its shape, or its value."""
     if result is None:
         return "None (is a `return` missing?)"
     if hasattr(result, "shape"):

@@ -4,8 +4,7 @@
 split into train, generate, checkpoint and idle (the rest). Evaluation is metered separately and is not part of any
 compute axis, so that the frequency of evaluation does not move the curve.
 
-Every second counts once, in the innermost phase at that time. So the axis equals the sum of its parts, in whatever
-order hooks start and stop the clock.
+Every second counts once, in the innermost phase at that time. So `compute/device_hours` is always the sum of its parts.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class ComputeMeter:
     """Counts the FLOPs and device seconds of a run, by phase. It is thread-safe.
 
     Args:
-        flop_model: cost of the model.
+        flop_model: FLOPs of the model's forward pass.
         devices: number of devices; the wall clock is multiplied by it.
         clock: source of time; None for the system's monotonic clock.
-        axes: whether and how the cost of judges is part of device hours.
+        axes: whether and how judge models count in device hours.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ComputeMeter:
         axes: ComputeAxes = ComputeAxes(),  # noqa: B008  # frozen
     ) -> None:
         self._flop_model = flop_model
-        # Cost of the reference of axis `kl`; None if it is as large as the policy.
+        # FLOPs of the reference of axis `kl`; None if it is as large as the policy.
         self.reference: FlopModel | None = None
         self.devices = devices
         self._clock = clock or WallClock()
@@ -137,13 +136,13 @@ class ComputeMeter:
         flops = (3 * passes.policy_updates + passes.policy_forwards) * policy + passes.reference_forwards * reference
         flops += self._flop_model.partial_training(lengths, prompts, passes.policy_updates, passes.policy_forwards)
         flops += (3 * passes.value_updates + passes.value_forwards) * value
-        # A critic is a copy of the policy with its frozen weights; with an adapter it is a copy that is trained whole.
+        # Without an adapter, the critic has the policy's frozen weights. With an adapter, all its weights are trained.
         if not self._flop_model.adapter:
             flops += self._flop_model.partial_training(lengths, lengths, passes.value_updates, passes.value_forwards)
         self._flops["train"] += flops
 
     def judged(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
-        """Count what judge models cost for grading one completion, of training or of an evaluation."""
+        """Count what judge models cost for one completion, in training or (with `evaluation`) in an evaluation."""
         with self._lock:
             self._charges.add(charges, evaluation)
 
@@ -226,7 +225,7 @@ class ComputeMeter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts; seconds are rescaled if the number of devices has changed."""
+        """Restore the counts."""
         # The device hours so far must not change, so seconds are rescaled to the new number of devices.
         scale = state.get("devices", self.devices) / self.devices
         self._flops = dict(state["flops"])

@@ -1,4 +1,4 @@
-"""FLOPs by formula: a forward pass costs two per weight and token, plus attention over the context.
+"""FLOPs by formula: a forward pass costs two FLOPs per weight and token, plus attention over the context.
 
 Only useful work counts. Padding does not, so the result is independent of how a batch was cut into passes. A training
 token costs three forward passes: the forward itself, and twice that for the backward. In a layer with an attention
@@ -203,17 +203,12 @@ class _FirstLayerDoneError(Exception):
 def _flops_below_trained(
     model: nn.Module, decoder: nn.Module, flops_by_id: Mapping[int, float]
 ) -> tuple[float, int, bool]:
-    """Find where the backward pass ends: return what is before the first trained weight.
+    """Measure the part of a model before its first trained weight, which needs no gradient.
 
-    The parts are the FLOPs per token of matrices whose input needs no gradient, the number of layers with such inputs,
-    and whether the head's input needs none either. They are measured with hooks, in a forward pass of two tokens up to
-    the first layer with a trained weight. The result is (0, 0, False) if that pass fails, as it does on fake tensors
-    (without data) if a router has to choose experts.
-
-    Args:
-        model: a model with frozen weights.
-        decoder: its language model.
-        flops_by_id: FLOPs per token of the model's matrices, by the parameter's id.
+    Return the FLOPs per token of the matrices whose input needs no gradient, the number of layers with such inputs, and
+    whether the head's input needs none either. Hooks measure this in a forward pass of two tokens, which stops after
+    the first layer with a trained weight. If the pass fails, return (0, 0, False). It fails on fake tensors (without
+    data) if a router has to choose experts.
     """
     base, flops_below = backbone(model), 0.0
     ids = {id(parameter) for parameter in decoder.parameters()}
@@ -271,7 +266,6 @@ def _flops_below_trained(
 
 
 def _first_number(config: Any, keys: Sequence[str]) -> int | None:
-    """Return the first of these fields that is an integer, or None."""
     return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), None)
 
 

@@ -1,8 +1,8 @@
 """Mechanism counters: the share of optimizer steps in which a variant's choice changed anything.
 
 There is one counter per axis on which a run differs from its recipe. `DesignChoice.differs` of the axis decides whether
-the run's choice had an effect in a step. Axes of credit and loss compare the tokens' weights in the update with the
-weights under the recipe's choice, on the same batch; a relative difference in norm above 1e-3 counts.
+the run's choice had an effect in a step. Axes that change advantages or the loss compare, on the same batch, the
+tokens' weights in the update under both choices. A relative difference in norm above 1e-3 counts.
 """
 
 from __future__ import annotations
@@ -136,8 +136,6 @@ def neutral_of(choice: DesignChoice | None) -> DesignChoice:
 
 @dataclass
 class _Step:
-    """Implementation of `choice.ObservedStep` for a run's stream and policy."""
-
     batch: TrainBatch
     trainer_logprobs: Tensor
     first_logprobs: Tensor
@@ -174,7 +172,7 @@ class _Step:
         if not self._has_inputs(other):
             # The recipe's choice needs a model that this run does not have, so the two choices certainly differ.
             return self.batch.rollouts > 0
-        # The twin is a batch of the same groups, credited with the recipe's choice on this axis.
+        # `twin` is a batch of the same groups, whose advantages are computed with the recipe's choice on this axis.
         device = self.trainer_logprobs.device
         twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
         logprobs = self._aligned(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)

@@ -116,7 +116,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """Sizes of a model and of one of its passes, independent of the number of devices.
+    """Sizes of a model and of one of its training passes, independent of the number of devices.
 
     With tensor parallelism, `partners` ranks split each layer between them. All values except `parameters` and `cache`
     are for one of these ranks.
@@ -263,7 +263,6 @@ def _reference_bytes(kl: KL, measured: MeasuredModel) -> int:
 
 @lru_cache(maxsize=8)
 def _parameters_of(path: str) -> int:
-    """Return the number of parameters of a model, by its configuration."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in from_config(path)().parameters())
 

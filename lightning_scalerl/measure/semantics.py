@@ -152,7 +152,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_label(module: Any) -> str:
-    """Return the default label of a run: its recipe and the changes of the recipe, as in the labels of a study.
+    """Return the default label of a run: the recipe's name and the changes to the recipe, as in the labels of a study.
 
     Examples: `scalerl+loss=DAPO+loss.clip_high=0.5`, `scalerl+loss.max_ratio=4`.
     """

@@ -198,7 +198,7 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
 
 
 def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
-    """Return metrics of the weights before the update: entropy, gap between trainer and generator, KL, critic fit.
+    """Return metrics of the weights before the update: entropy, gap to the generator, KL, explained variance.
 
     Importance ratios between trainer and generator are not truncated here. Without credited tokens there is no mean,
     and the metrics are left out: an entropy of 0 would look like a collapse.

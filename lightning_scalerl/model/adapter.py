@@ -92,18 +92,15 @@ def add_lora(
             f"{_list_linear_layers(model)}"
         )
     check_adapter(model)
-    # peft's wrapper is not used: it keeps a second copy of each module and hides an output head from other code.
+    # peft's own `modules_to_save` is not used: it keeps a second copy of each module and hides an output head from
+    # other code.
     for module in saved_modules:
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
 
 
 def _modules_to_save(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules whose names end in one of `names` and that contain weights directly.
-
-    Raises:
-        ConfigurationError: a name matches no module, or a linear layer, which belongs in `targets`.
-    """
+    """Return the modules whose names end in one of `names` and that contain weights directly."""
     linear, model_name = {*_linear_layers(model)}, type(model).__name__
     candidates = {
         name: module
@@ -134,11 +131,7 @@ def _ends_in(name: str, end: str) -> bool:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Check the targets and return them as a list.
-
-    Raises:
-        ConfigurationError: a target matches no module, or a module that is not a linear layer of the model's body.
-    """
+    """Return the targets as a list, or raise a ConfigurationError if one is not a linear layer of the model's body."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     for target in targets:
         matches = {name: module for name, module in model.named_modules() if _ends_in(name, target)}
@@ -176,11 +169,6 @@ def _list_linear_layers(model: nn.Module) -> str:
 
 
 def _peft() -> Any:
-    """Import and return the package peft.
-
-    Raises:
-        ConfigurationError: it is not installed.
-    """
     try:
         import peft
     except ImportError as error:
@@ -229,7 +217,6 @@ def modules_saved(model: nn.Module) -> list[str]:
 
 
 def _is_from_peft(model: nn.Module) -> bool:
-    """Return whether a model's class comes from peft, such as `PeftModel`."""
     return any(base_class.__module__.partition(".")[0] == "peft" for base_class in type(model).__mro__)
 
 

@@ -101,8 +101,8 @@ class Rendering:
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
         self._template = self._choose_template()
-        # Maps a prompt's digest to whether the rendered prompt opens the thinking. If it does, a completion without the
-        # marker has no answer yet.
+        # Maps a prompt's digest to whether the rendered prompt ends by opening the thinking (`<think>`). If it does, a
+        # completion without the marker has no answer yet.
         self._opening: dict[bytes, bool] = {}
         # Maps a prompt to the schemas of the tools that its template shows.
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools
@@ -184,7 +184,6 @@ class Rendering:
             ) from error
 
     def _render(self, prompt: Prompt) -> str:
-        """Run the template on one prompt."""
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         return self.conversation(messages, self.tools_of(prompt))
 
@@ -239,7 +238,8 @@ class Rendering:
         if not len(tokens) == len(opening) == len(prompts):
             began = time.perf_counter()
             texts = self.texts(prompts)
-            # Tasks check the rows of their files. These texts may also come from a task of the user or from `predict`.
+            # Tasks check only the rows of their files, but these texts may also come from a user's task or from
+            # `predict`.
             for prompt, text in zip(prompts, texts, strict=True):
                 if (reason := lone_surrogate(text)) is not None:
                     raise ConfigurationError(f"task: prompt {prompt.prompt_id!r}: {reason}")
@@ -358,7 +358,6 @@ class Rendering:
         return text[: min(ends)] if ends else text
 
     def _answer(self, prompt: Prompt, tokens: Sequence[int], completion: str) -> str:
-        """Return the text after the end of thinking; empty if thinking has started and not ended."""
         if self.marker in completion:
             return completion.rpartition(self.marker)[2]
         if self._marker_id is not None and self._marker_id in tokens:
@@ -376,7 +375,6 @@ class Rendering:
 
 
 def _no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-    """Return no tools: the default of `Rendering.tools_of`, without environments."""
     return ()
 
 

@@ -23,7 +23,7 @@ class WeightFiles:
     """Weights of a model in its folder.
 
     Attributes:
-        file_of: for each tensor in the folder, by name, its file.
+        file_of: file of each tensor in the folder, by the tensor's name.
         names: for each weight of the model, the name of its tensor in the folder; tied weights share one tensor.
         in_bf16: whether weights are rounded to BF16 values when they are read, for a run that stores BF16 values.
     """

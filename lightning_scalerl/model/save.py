@@ -127,7 +127,6 @@ def _write_weights(blank: Any, weight: Callable[[str], Tensor], folder: Path, ma
     )
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        """Return the tensors to save for these weights of the model."""
         parts: dict[str, Tensor] = revert_weight_conversion(
             blank, {name: weight(name).to(weights[name].dtype) for name in names}
         )

@@ -130,11 +130,7 @@ def narrow(model: nn.Module, size: int) -> None:
 
 
 def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Return the style of each layer with weights, by its name in `root`.
-
-    Raises:
-        ConfigurationError: the plan is missing, or does not cover the model.
-    """
+    """Return the style of each layer with weights, by its name in `root`."""
     owner: tuple[str, Any] = next((name, module) for name, module in root.named_modules() if hasattr(module, "tp_plan"))
     prefix, model = f"{owner[0]}." if owner[0] else "", owner[1]
     plan: dict[str, str] = {f"{prefix}{name}": style for name, style in (model.tp_plan or {}).items()}

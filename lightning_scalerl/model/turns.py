@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 # Messages of the example conversation. No message is part of another, so that a search for one finds only this one.
 _QUESTION, _THOUGHT, _ANSWERS = "How many?", "Let me see.", ("First one.", "Second one.", "Third one.")
 _REPLIES = (("Alpha.",), ("Beta.", "Gamma."), ("Delta.",))
-# Number of characters of a text that an error shows.
+# Number of characters of a rendering that an error message quotes.
 _SHOWN = 60
 
 
@@ -52,11 +52,7 @@ class Turns:
             raise
 
     def _try_template(self, template: str, example: str) -> None:
-        """Check the template on an example conversation, and keep the model's first turn of it.
-
-        Raises:
-            ConfigurationError: see the class.
-        """
+        """Check the template on an example conversation, whose first model turn `following` uses again."""
         rendering, tools = self._rendering, self._tools
         opening = rendering.marker.replace("</", "<", 1)
         # If the template has no `<think>`, assume that its model does not think: a thought would be ordinary text.
@@ -119,11 +115,7 @@ class Turns:
         self._worker.close()
 
     def _check(self, answers: Sequence[str], first_prompt: str) -> None:
-        """Check on an example that the rendering up to each turn is the beginning of the rendering up to the next turn.
-
-        Raises:
-            ConfigurationError: the template rewrites earlier turns, or the text after a turn depends on earlier turns.
-        """
+        """Check on an example that the rendering up to a turn is the beginning of that up to the next turn."""
         messages = [_user(_QUESTION)]
         conversations = []
         for answer, texts in zip(answers, _REPLIES, strict=True):

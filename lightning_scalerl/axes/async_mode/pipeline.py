@@ -31,12 +31,12 @@ class Pipeline(AsyncMode):
 
     @property
     def max_staleness(self) -> int:
-        """Return k, the bound on a trained token's staleness in optimizer steps."""
+        """The bound k on a trained token's staleness, in optimizer steps."""
         return self.k
 
     @property
     def drains(self) -> bool:
-        """Return False: generation never waits for training."""
+        """False: generation never waits for training."""
         return False
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
