@@ -167,8 +167,6 @@ class Normalization(DesignChoice):
 
 
 class _DeviationNormalization(Normalization):
-    """Normalization by a standard deviation, with its `ddof` and `eps`."""
-
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
         if ddof not in (0, 1):
             raise ConfigurationError(f"normalization.ddof: {ddof!r} is not valid; 0 (population) or 1 (unbiased)")

@@ -187,7 +187,6 @@ class FlopModel:
         return added - updates * (self.flops_below * tokens + 2.0 * attention)
 
     def _attention_of(self, lengths: list[int]) -> float:
-        """Return the FLOPs of attention in a forward pass over whole sequences."""
         context = sum((length - 1) * length // 2 for length in lengths)
         excluded = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
         return self._attention(context, excluded)

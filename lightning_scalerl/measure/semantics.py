@@ -171,7 +171,6 @@ def _changes_by_axis(module: Any) -> dict[str, list[str]]:
 
 
 def _task_of(module: Any) -> dict[str, Any]:
-    """Return the task's class, its number of training prompts, and a digest of these prompts and its identity."""
     name, prompts, identity = module.continuation.run_settings["task"]
     return {"name": name, "prompts": len(prompts), "digest": digest(repr((prompts, identity)))}
 

@@ -97,7 +97,6 @@ def step_metrics(
 
 
 def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, float]:
-    """Return means over the rollouts that were graded."""
     staged = sum(rollout.staged for rollout in rollouts) / len(rollouts)
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),

@@ -140,7 +140,6 @@ def _end_child(child: BaseProcess, connection: Connection[Any, Any]) -> None:
 
 
 def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], str]) -> NoReturn:
-    """Do the work on items until the parent closes the connection."""
     try:
         die_with_parent(parent)
         # Close the parent's pipes and locks: if copies stayed open here, other processes would not see that the parent

@@ -108,7 +108,6 @@ class Rendering:
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools
 
     def _choose_template(self) -> str | None:
-        """Return the Jinja template for prompts; None for plain text."""
         chat = self.chat
         template: str | None = None
         if chat.template == "auto":

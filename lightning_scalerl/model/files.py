@@ -84,7 +84,6 @@ def _folder(path: str) -> Path:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a folder of safetensors."""
     if (folder / _INDEX_FILE).is_file():
         index = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
         return {str(name): folder / str(file) for name, file in index.items()}

@@ -119,7 +119,6 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _describe_file(file: Path) -> dict[str, Any]:
-    """Return a file's architecture, and the number of its tensors by type."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)

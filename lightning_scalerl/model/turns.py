@@ -143,7 +143,6 @@ class Turns:
             )
 
     def _refuse(self, expected: str, actual: str, problem: str) -> None:
-        """Raise the error for two renderings that differ, with the first position at which they do."""
         position = next((at for at, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), len(actual))
         expected_excerpt = expected[position : position + _SHOWN]
         marker = self._rendering.marker

@@ -41,10 +41,10 @@ class Engine:
         started_at: monotonic time at which the child was started.
         slots: number of rollouts that the engine decodes together; 0 until it is ready.
         ready: whether messages can reach the engine.
-        acknowledged: number of the publish (`Published.number`) whose weights the engine uses.
+        acknowledged: number of the published weights that the engine uses (`Published.number`).
         aside: whether the engine's rollouts in flight are paused for other work (`Fleet.aside`).
         sampled: number of tokens of the engine's unfinished rollouts, from its last report.
-        replies: replies that were not read yet.
+        replies: replies of the engine that were not read yet.
     """
 
     number: int

@@ -1,9 +1,9 @@
-"""Several engines behind the protocol of one generator: starts and watches them, and replaces lost ones.
+"""Several engines that are used like a single generator. The fleet starts and watches them, and replaces lost ones.
 
-The fleet has three parts. The ledger tracks which engine has which rollout (`ledger`, no I/O), `engines` keeps the
-engines alive, and the store holds the published weights (`weights`). Every rollout is returned once, even if its
-engine is lost: the next engine with room samples unfinished rollouts again, with the same random numbers. An engine
-that starts gets the last published weights before any prompt.
+It has three parts: `Ledger` tracks which engine has which rollout, without I/O. `Engines` keeps the engines alive.
+`WeightStore` holds the published weights. Every rollout is returned once, even if its engine is lost: the next engine
+with room samples unfinished rollouts again, with the same random numbers. An engine that starts gets the last published
+weights before any prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass
 class Work:
-    """Work of one engine since the start, across restarts: busy seconds, and tokens decoded."""
+    """Work of one engine since the run's start, across restarts: seconds in which it sampled, and tokens decoded."""
 
     busy_s: float = 0.0
     tokens: int = 0
@@ -61,7 +61,7 @@ def _one_at_a_time(method: Callable[Concatenate[Fleet, P], T]) -> Callable[Conca
 
 
 class Fleet:
-    """Several engines behind the protocol of one generator. Threads may share it.
+    """Several engines that are used like a single generator. Threads may share a fleet.
 
     Args:
         factory: builds a generator from a model and `arguments`, such as `TorchGenerator` with its slots.
@@ -188,7 +188,7 @@ class Fleet:
 
     @_one_at_a_time
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Insert an answer's tokens into a waiting rollout and continue it.
+        """Insert the tokens of an environment's answer into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait, or no longer does because its engine was lost.
@@ -421,7 +421,7 @@ class Fleet:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting groups to the engines with most free slots."""
+        """Send groups without an engine to the engines with most free slots."""
         if not self._dispatch_paused:
             for engine, request in self._ledger.assign({engine: engine.slots for engine in self._engines.up}):
                 engine.transport.send("submit", request)

@@ -136,7 +136,6 @@ class Server:
         return not self._generator.in_flight or getattr(self._generator, "idle", False)
 
     def _step(self) -> None:
-        """Run one generator step and add its results to the next report."""
         began = time.monotonic()
         report = self._generator.step()
         self._busy_s += time.monotonic() - began

@@ -50,9 +50,9 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Published:
-    """One publish of weights: its file on the sender's node, with its digest.
+    """Weights that were published once: their file on the sender's node, with its digest.
 
-    `number` is unique per publish, even if weights or version are the same.
+    `number` is different for every publication, even if weights or version are the same.
     """
 
     number: int
@@ -116,7 +116,7 @@ class WeightStore:
         self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_folder_for(needed)))
         self._lock = _lock_folder(self.folder)
         self._outdated: list[Published] = []
-        # Digests of all publishes by number: an engine may still report the digest of an old publish.
+        # Digests of all published weights by number: an engine may still report the digest of old ones.
         self.digests: dict[int, str] = {}
         self.current = self._write(dict(model.state_dict()), 0)
 
@@ -191,7 +191,6 @@ def _file_parts(entries: list[Entry], bucket: int) -> Iterator[Any]:
 
 
 def _header(entries: list[Entry]) -> bytes:
-    """Return the header of a safetensors file, with the offsets of all tensors."""
     tensors, end = {}, 0
     for name, tensor, dtype in entries:
         start, end = end, end + tensor.numel() * dtype.itemsize

@@ -86,7 +86,7 @@ class Waiting:
             self._paused[rollout.insertions.rollout_id] = rollout
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Record the answer of a waiting rollout, which continues as soon as it has a slot."""
+        """Record the environment's answer for a waiting rollout, which continues as soon as it has a slot."""
         paused = self._paused_rollout(key, index)
         paused.insertions.record_answer(len(paused.rollout.tokens), tokens)
         paused.answer = tuple(tokens)

@@ -286,7 +286,6 @@ class VLLMServerGenerator(InFlight):
         self._restore(state)
 
     def _clear(self) -> None:
-        """Drop everything in flight."""
         self._end_requests()
         self._waiting.clear()
         self._between_turns.clear()
@@ -363,7 +362,7 @@ class VLLMServerGenerator(InFlight):
                 self._abort([event.name], "stop")
 
     def _set_versions(self, stream: _Stream, event: End) -> None:
-        """Set the tokens' weight versions as the server reports them: only it knows when a publish took effect."""
+        """Set the tokens' weight versions as the server reports them: only it knows when new weights took effect."""
         versions = stream.active.rollout.weight_versions
         # Cut to the received tokens: the server may have sampled more after a stop text.
         versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]

@@ -264,7 +264,7 @@ def after_reload(loaded: Any) -> None:
 
 
 def checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Return names and tensors as `save_pretrained` writes them; it writes a layer's experts as separate tensors."""
+    """Return names and tensors as `save_pretrained` writes them, with a layer's experts as separate tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = compat.tied_weights(model) if text_config(model).tie_word_embeddings else set()

@@ -190,7 +190,7 @@ class InFlight:
         return [active.waiting_report() for active in self._between_turns.values()]
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Insert an answer's tokens into a waiting rollout and continue it.
+        """Insert the tokens of an environment's answer into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
@@ -269,7 +269,7 @@ class InFlight:
         return stop_text is not None and stop_text(active.rollout.sampled_last(stop_text.window))
 
     def _turn_ends(self, active: ActiveRollout, reason: str, ended: StepEnds) -> bool:
-        """Handle the end of a rollout's request: insert the phrase if it is due, and end the turn if it is over.
+        """Handle the end of a rollout's request: force the end of thinking if it is due, and end the turn if it is over.
 
         Args:
             active: the rollout.

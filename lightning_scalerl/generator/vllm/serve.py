@@ -390,7 +390,6 @@ def _shape_from(name: str) -> nn.Module | str:
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as command-line flags."""
     flags: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
