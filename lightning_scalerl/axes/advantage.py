@@ -122,7 +122,7 @@ class GAE(Advantage):
         self.trace = trace
 
     def estimate(self, rewards: Tensor) -> Tensor:
-        """Return zeros (G,): credit comes from `estimate_tokens`, once the critic's values are known."""
+        """Return zeros (G,): `estimate_tokens` gives the advantages, once the critic's values are known."""
         return torch.zeros_like(rewards)
 
     def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Axis `aggregation`: how per-token losses become one number.
 
-Each choice is one weight per token: loss = sum(per_token_loss * weight). The weights depend only on counts over the
-global batch, which are passed in. Any split into ranks and micro-batches, padded or packed, therefore sums to the same
-loss and gradient.
+Each choice is one weight per token: loss = sum(per_token_loss * weight). The weights depend only on token and rollout
+counts of the global batch, which are passed in. Any split into ranks and micro-batches, padded or packed, therefore
+sums to the same loss and gradient.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tenso
 
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
     """Return weights (R, T) 1 / tokens: every token of the batch counts the same. Shape: mask (R, T)."""
-    # A batch without credited tokens has a loss of 0, not NaN.
+    # A batch without tokens in the loss has a loss of 0, not NaN.
     return mask / max(tokens, 1.0)
 
 
 def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
     """Return the constant weight 1 / (rollouts of the step * completion limit), which has no length bias.
 
-    All rollouts of the step count, with or without credit; otherwise the divisor would depend on the filter.
+    All rollouts of the step count, in the loss or not; otherwise the divisor would depend on the filter.
     Shape: mask (R, T). Source: Dr.GRPO, arXiv 2503.20783, listing 1.
     """
     return mask / max(sampled * max_tokens, 1.0)
@@ -113,7 +113,7 @@ class SumAggregation(Aggregation):
     divisor: ClassVar[str] = "1"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """Return the loss mask (R, T) itself: every credited token weighs 1."""
+        """Return the loss mask (R, T) itself: every token in the loss weighs 1."""
         return batch.loss_mask
 
 

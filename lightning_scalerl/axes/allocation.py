@@ -33,7 +33,7 @@ class Allocation(DesignChoice):
 
     def differs(self, other: Allocation, step: ObservedStep) -> bool:
         """Return whether a group of the batch would have had another size under `other`."""
-        # Compare without a surplus, because the surplus at a group's admission is not recorded.
+        # Compare without a surplus, because the surplus at the start of a group is not recorded.
         return any(
             len(group.sampled) != other.completions(step.completions, group.history) for group in step.batch.groups
         )

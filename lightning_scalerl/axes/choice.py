@@ -23,7 +23,7 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 # FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
-# The methods through which a user-defined axis acts, in addition to Lightning's hooks.
+# The methods by which a user-defined axis changes training, in addition to Lightning's hooks.
 ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
 # Members of Lightning's Callback that save and restore a callback's state. All other public members are hooks.
 _MEMORY = ("state_key", "state_dict", "load_state_dict")
@@ -84,8 +84,8 @@ class DesignChoice(Callback):
     method. Constructor arguments are the choice's parameters and the keys of its YAML file, and are stored as
     attributes of the same names. A choice with memory overrides Lightning's `state_dict` / `load_state_dict`.
 
-    An axis of your own (one without a field in `Choices`) must have a neutral choice. It acts through Lightning's hooks
-    or through `adjust_reward`, `adjust_advantages` or `adjust_loss`, which are called for such axes only.
+    An axis of your own (one without a field in `Choices`) must have a neutral choice. It changes training by
+    Lightning's hooks or by `adjust_reward`, `adjust_advantages` or `adjust_loss`, which are called for such axes only.
 
     Attributes:
         axis: name of the axis, of its configuration group and of its column in tables.

@@ -1,9 +1,9 @@
 """Axis `correction`: the log-probabilities in the denominator of the importance ratio (its anchor).
 
-The ratio is exp(trainer_logprobs - anchor). With `behaviour` the generator recorded the anchor while sampling, so one
-ratio covers both staleness and the mismatch between engine and trainer (ScaleRL). With `proximal` the trainer
-recomputes the anchor, and an importance weight corrects for the gap between anchor and generator. With the behaviour
-anchor this weight must not be used as well, because the mismatch would be counted twice.
+The ratio is exp(trainer_logprobs - anchor). With `behaviour` the anchor is what the generator recorded while sampling.
+One ratio then covers both staleness and the mismatch between engine and trainer (ScaleRL). With `proximal` the trainer
+recomputes the anchor before the update, and an importance weight corrects for the gap between anchor and generator.
+`behaviour` has no such weight, because the mismatch would be counted twice.
 """
 
 from __future__ import annotations

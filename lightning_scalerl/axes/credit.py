@@ -1,6 +1,6 @@
 """Axis `credit`: whether the rollouts of a group are compared by their outcome, or turn by turn.
 
-Turns matter only with an environment; a completion of one turn has the same credit under both choices.
+Turns matter only with an environment; a completion of one turn has the same advantages under both choices.
 """
 
 from __future__ import annotations

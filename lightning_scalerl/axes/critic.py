@@ -41,7 +41,7 @@ class Critic(DesignChoice):
 
 
 class NoCritic(Critic):
-    """No value network: credit comes from rewards alone."""
+    """No value network: advantages come from rewards alone."""
 
 
 class ValueNetwork(Critic):

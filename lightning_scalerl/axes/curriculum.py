@@ -177,7 +177,7 @@ class StagedLength(Curriculum):
     """Short completions first: the token limit grows in stages up to `context.max_new_tokens`.
 
     The points at which axis `length_control` interrupts thinking are scaled by the same share. A length penalty is not
-    scaled: it acts on completions close to the whole limit, and therefore often on none in early stages.
+    scaled: it applies to completions close to the whole limit, and therefore often to none in early stages.
 
     Args:
         shares: the share of `context.max_new_tokens` in each stage, rising; the last is 1.

@@ -196,7 +196,7 @@ class BatchNormalization(_DeviationNormalization):
         return scale_by_batch(advantages, self.ddof, self.eps, self.centre)
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Divide all credited tokens by one deviation, in which each token counts once."""
+        """Divide by one standard deviation of the advantages of all tokens in the loss."""
         moments = Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
@@ -297,7 +297,7 @@ class RunningNormalization(_DeviationNormalization):
         return [_divide(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Divide all credited tokens by the deviation of the run so far, this batch included."""
+        """Divide by the standard deviation of the run's advantages so far, this batch included."""
         moments = self._history + Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 

@@ -92,7 +92,7 @@ class StepReport:
         decoded_context: number of attended tokens, summed over the decoded tokens, ignoring attention windows.
         prefilled: number of prompts and insertions whose last position went through the output head. A prompt that
             rollouts share counts once.
-        outside: the part of both contexts outside the attention windows, summed over layers
+        outside: number of attended tokens in both contexts that attention windows exclude, summed over layers
             (`model.windows.outside`).
         lost_tokens: tokens of unfinished rollouts whose process died. They are sampled again.
         waiting: rollouts that ended a turn in this step and wait for `insert` or `end`.
@@ -213,7 +213,7 @@ class TurnGenerator(Generator, Protocol):
 
 @contextmanager
 def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
-    """Implement `Generator.aside`: save `state_dict`, call `clear` to empty the generator, and restore at the end."""
+    """Implement `Generator.aside`: save everything in flight, call `clear`, and restore at the end."""
     state = generator.state_dict()
     clear()
     try:

@@ -115,7 +115,7 @@ class ComputeMeter:
                 self._lost_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
 
     def _count_sampling(self, flops: float, tokens: int) -> None:
-        """Count FLOPs of sampling for training. FLOPs that repeat lost work count as wasted, not on the axis."""
+        """Count FLOPs of sampling for training; those that repeat lost work are wasted (`compute/wasted_flops`)."""
         self._sampled["tokens"] += tokens
         self._sampled["flops"] += flops
         repeated = min(self._lost_flops, flops)
@@ -212,7 +212,7 @@ class ComputeMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all counts, for a checkpoint."""
+        """Return all FLOPs, seconds and charges counted so far, for a checkpoint."""
         self._count_seconds()
         judged = {"charges": self._charges.state_dict()} if self._charges.used else {}
         return {

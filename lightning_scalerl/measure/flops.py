@@ -1,6 +1,6 @@
 """FLOPs by formula: a forward pass costs two FLOPs per weight and token, plus attention over the context.
 
-Only useful work counts. Padding does not, so the result is independent of how a batch was cut into passes. A training
+Only useful work counts. Padding does not, so the result does not depend on how a batch is split into passes. A training
 token costs three forward passes: the forward itself, and twice that for the backward. In a layer with an attention
 window only the tokens inside the window count.
 """

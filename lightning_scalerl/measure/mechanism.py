@@ -2,7 +2,7 @@
 
 There is one counter per axis on which a run differs from its recipe. `DesignChoice.differs` of the axis decides whether
 the run's choice had an effect in a step. Axes that change advantages or the loss compare, on the same batch, the
-tokens' weights in the update under both choices. A relative difference in norm above 1e-3 counts.
+tokens' weights in the update under both choices. A relative difference in norm above 1e-3 counts as an effect.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ class _Step:
         twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
         logprobs = self._aligned(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
         # Rollouts that only the recipe's choice keeps were never scored by a model. The generator's log-probabilities
-        # replace the missing ones (a ratio of 1, a value of 0): accurate enough to see that these rollouts would count.
-        # The anchor is the policy before the first update, whose log-probabilities the first pass has computed.
+        # replace the missing ones (a ratio of 1, a value of 0): accurate enough to show that these rollouts would
+        # change the update. The anchor is the policy before the first update, whose log-probabilities the first pass
+        # has computed.
         twin.anchor_logprobs = self._aligned(twin, self.first_logprobs.detach(), twin.generator_logprobs)
         twin.reference_logprobs = self._aligned(twin, self.batch.reference_logprobs, twin.generator_logprobs)
         for name in ("values", "divergences"):

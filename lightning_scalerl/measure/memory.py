@@ -90,7 +90,7 @@ def _grouped(func: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted memory of a run in bytes, by part.
+    """Predicted memory of a run in bytes, by purpose (weights, gradients, ...).
 
     Attributes:
         device: bytes on each training device.

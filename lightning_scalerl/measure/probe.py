@@ -4,8 +4,8 @@ Before the first step, the generator samples a few rollouts with the initial wei
 second time, and with perturbed weights. Each time its log-probabilities must match the trainer's. This finds, before
 compute is spent, a layer whose weights never reach the generator.
 
-At later steps, rollouts that were sampled with this step's weights are compared directly, whether or not they carry
-credit. In async modes older weights may have sampled all rollouts. The generator then scores some of them again, if it
+At later steps, rollouts that were sampled with this step's weights are compared directly, whether they are in the loss
+or not. In async modes older weights may have sampled all rollouts. The generator then scores some of them again, if it
 holds the weights of this step.
 """
 

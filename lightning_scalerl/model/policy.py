@@ -55,7 +55,7 @@ class Policy(nn.Module):
         # Whether rows are packed (`model.packed`). True if the recipe asks for it and the model supports it
         # (`session.models`).
         self.packs = False
-        # Whether the model has been tried on a few tokens (`session.trials`).
+        # Whether the model has been checked on a few tokens (`session.trials`).
         self.tried = False
         self._shares: bool | None = None
         # With a sharded policy, all ranks must make the same forward calls. `agree` returns whether all of them can

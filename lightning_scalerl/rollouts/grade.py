@@ -95,7 +95,7 @@ class Grader(Protocol):
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Grade one completion. An exception counts as an infrastructure error, never as a reward of 0."""
+        """Grade one completion. An exception counts as an error of the infrastructure, never as a reward of 0."""
         ...
 
 

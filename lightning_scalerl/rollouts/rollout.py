@@ -244,7 +244,7 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
 
 @dataclass
 class Group:
-    """All rollouts of one prompt, which are sent to the generator, rewarded and credited together.
+    """All rollouts of one prompt, which are sent to the generator and rewarded together.
 
     Attributes:
         admission: number of the group, from 0, in the order in which groups are sent to the generator ("admitted").
@@ -303,11 +303,11 @@ class Denominators:
     They are never recomputed for a rank or micro-batch, so any split of a batch gives the same gradient.
 
     Attributes:
-        prompts: groups that carry credit.
-        samples: rollouts that carry credit.
-        tokens: tokens that carry credit.
+        prompts: number of groups with a rollout in the loss.
+        samples: number of rollouts in the loss.
+        tokens: number of tokens in the loss.
         max_tokens: the completion limit.
-        scored_samples: all rollouts of the step that have a score, with or without credit. An abstention has no score.
+        scored_samples: number of all rollouts of the step with a score, in the loss or not. An abstention has no score.
     """
 
     prompts: float
@@ -340,7 +340,7 @@ class TrainBatch:
         completion_start: (R,), number of tokens of the prompt.
         generator_logprobs: (R, T).
         weight_versions: (R, T).
-        loss_mask: (R, T), 1 for sampled tokens that carry credit.
+        loss_mask: (R, T), 1 for the tokens in the loss.
         forced_mask: (R, T), 1 for inserted tokens, which are forced or come from an environment.
         advantages: (R, T).
         sample_tokens: (R,), number of the rollout's tokens in the loss mask.
@@ -348,8 +348,8 @@ class TrainBatch:
         row: (R,), the rollout's index in the flattened `groups`.
         rewards: (R,), rewards that are trained on.
         pass_rates: (R,), mean pass rate of the prompt's groups so far, including this one.
-        denominators: counts over the whole batch, also in a micro-batch.
-        groups: all groups of the batch, with or without credit.
+        denominators: divisors for the whole batch, also in a micro-batch.
+        groups: all groups of the batch, also those that are not in the loss.
         anchor_logprobs: (R, T), the trainer's log-probabilities before the update; None if no choice needs them.
         reference_logprobs: (R, T), log-probabilities of the frozen reference; None if axis `kl` does not need them.
         divergences: (R, T), KL(policy, reference) over the vocabulary, without gradient; None if it is not computed.
@@ -387,7 +387,7 @@ class TrainBatch:
 
     @property
     def rollouts(self) -> int:
-        """Number R of rollouts that carry credit."""
+        """Number R of rollouts in the loss."""
         return int(self.tokens.shape[0])
 
     def select(self, rows: Tensor) -> TrainBatch:
@@ -491,7 +491,7 @@ class Scored:
     def zero_outside_mask(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
-        Every computation on credited tokens starts from this copy, so that no value of an inserted or masked token
+        Every computation on tokens in the loss starts from this copy, so that no value of an inserted or masked token
         (such as NaN) can reach it.
         """
         batch, mask = self.batch, self.batch.loss_mask
@@ -513,9 +513,9 @@ Part = tuple[TrainBatch, Tensor, Tensor]
 
 
 def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Assemble the batch's log-probabilities and entropies (R, T) from its parts; rows without a part are zero."""
+    """Assemble a batch's log-probabilities and entropies (R, T) from micro-batches; rows in none of them are zero."""
     logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
-    # `row` identifies a rollout in batch and parts, but need not be sorted in the batch.
+    # `row` identifies a rollout in the batch and in micro-batches, but need not be sorted in the batch.
     order = torch.argsort(batch.row)
     for micro_batch, part_logprobs, part_entropies in parts:
         rows = order[torch.searchsorted(batch.row[order], micro_batch.row)]

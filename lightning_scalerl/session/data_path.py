@@ -117,7 +117,7 @@ class DataPath:
 
     @property
     def notes(self) -> list[str]:
-        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
+        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, verifier test."""
         return [*self.sampling.notes, *self._trial_lines.splitlines()]
 
     def compute(self) -> dict[str, Any]:

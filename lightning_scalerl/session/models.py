@@ -71,7 +71,7 @@ class Models:
         critic: critic of axis `critic`; None until `begin` makes it.
         reference: frozen model to which axis `kl` compares the policy: the initial model, or a teacher, which a vLLM
             server may run. None without KL.
-        teacher: description of the teacher for the run's semantics; empty without one.
+        teacher: description of the teacher for `semantics.json`; empty without one.
         teacher_flops: FLOPs of the teacher's forward passes; None without one.
         trained: access to the policy between passes.
         ranks, device: ranks of the Trainer and the device of this one; set at the setup of every stage.
@@ -354,7 +354,7 @@ def make(
     check_weights(model)
     check_attention(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
-    # A model whose weights are not read yet, or that needs a GPU, is tried out later.
+    # A model whose weights are not read yet, or that needs a GPU, is checked later.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
         try_out(policy, built.batch.packed)
     if has_adapter(model):

@@ -109,7 +109,7 @@ class Sampling:
 
     @contextmanager
     def generating(self) -> Iterator[Generator]:
-        """Lend a generator: in a fit the driver's, with its running rollouts set aside; otherwise a new one."""
+        """Lend a generator: in a fit the driver's, with its running rollouts paused; otherwise a new one."""
         if self.driver is not None:
             with self.driver.quiet(), self.driver.generator.aside():
                 yield self.driver.generator

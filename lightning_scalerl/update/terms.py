@@ -1,6 +1,6 @@
 """Loss of a step as a list of terms. Each is per token and has its own coefficient and aggregation.
 
-    policy    surrogate of axis `loss`, with the anchor and weights of axis `correction`
+    policy    surrogate of axis `loss`, with the ratio's denominator and the weights of axis `correction`
     value     clipped squared error of the critic
     kl        estimate of the KL from policy to reference; with `kl.estimate=k1` the surrogate with minus this estimate
               as advantage
@@ -141,8 +141,8 @@ def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) 
     They are d loss / d (trainer_logprobs, entropies, divergences).
 
     Row i belongs to rollout i of the groups (`batch.row`), so two batches of the same groups can be compared even if
-    they contain different rollouts. Rollouts without credit have weight zero. The value term is left out, because it
-    does not change the policy.
+    they contain different rollouts. Rollouts that are not in the loss have weight zero. The value term is left out,
+    because it does not change the policy.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
     # The terms are linear in entropies and divergences, so their gradient does not depend on these values.

@@ -1,4 +1,4 @@
-"""Per-token credit after the forward passes: rewards and values -> advantages and returns -> normalization.
+"""Advantages per token, after the forward passes: rewards and values -> advantages and returns -> normalization.
 
 Advantages that depend on rewards alone were computed in `stream.credit`; here they are only rounded (axis `precision`).
 """

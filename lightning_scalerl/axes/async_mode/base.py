@@ -41,7 +41,7 @@ class AsyncMode(DesignChoice):
         """Return whether the weights after `completed_steps` steps are published to the generator at once."""
 
     def differs(self, other: AsyncMode, step: ObservedStep) -> bool:
-        """Return whether the two modes differ on the next admission or on publishing this step's weights.
+        """Return whether only one of the two modes admits the next group, or only one publishes this step's weights.
 
         If the modes differ only in `recompute_kv`, return whether weights changed within a rollout of the batch.
         """
@@ -57,8 +57,9 @@ class AsyncMode(DesignChoice):
         return changed_within and self.recompute_kv != other.recompute_kv
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bound on staleness, whether the mode drains, and how it treats the KV cache."""
-        # A mode that drains has no rollout in flight when weights change, so the cache policy has no effect.
+        """Return the parameters, plus entries for the bound on staleness, `drains` and the KV cache."""
+        # If training waits for the rollouts in flight, none is in flight when weights change, and the cache policy has
+        # no effect.
         kv = "not reached: the generator drains before new weights"
         if not self.drains:
             kv = "recomputed with the new weights" if self.recompute_kv else "stale in flight, fresh for new rollouts"

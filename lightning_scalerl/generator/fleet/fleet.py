@@ -249,8 +249,8 @@ class Fleet:
         self._engines.handle_until(
             lambda: all(engine.acknowledged == number for engine in engines if engine in self._engines)
         )
-        # Keep old weight files while a starting engine may read one, and inside `aside`, which returns to the old
-        # weights.
+        # Keep old weight files while a starting engine may read one, and while rollouts are paused by `aside`, because
+        # they resume with the old weights.
         if not self._asides and all(engine.ready for engine in self._engines):
             self._store.forget_outdated()
         self.publish_s = time.monotonic() - began

@@ -8,7 +8,7 @@ Each message is a tuple that starts with its name. Messages to the child:
 - rollouts: `submit` (request), `insert` (key, index, tokens), `end` (key, index, truncated), `restart` (key, index),
   `drop` (key, index: end a rollout if it still waits)
 - weights and scores: `publish` (weights, recompute_kv), `score` (prompt, tokens)
-- `aside`: set the rollouts in flight aside; `back`: resume them
+- `aside`: pause the rollouts in flight; `back`: resume them
 - `state`: return everything in flight; `load` (state): restore it
 - `stop`: end the process
 
@@ -144,7 +144,7 @@ class Server:
         self._computed = [total + increment for total, increment in zip(self._computed, report.computed, strict=True)]
 
     def _report(self, at_once: bool = False) -> None:
-        """Send the work done since the last report when it is due, else a heartbeat when that is due.
+        """Send a report of the work since the last report if one is due, or else a heartbeat if one is due.
 
         Ended and waiting rollouts are due at once; other work after `REPORT_S`, or now if `at_once`.
         """
@@ -182,7 +182,7 @@ class Server:
         elif name == "score":
             self._send("reply", self._generator.score(*arguments).tolist())  # type: ignore[attr-defined]
         elif name == "aside":
-            # Report first: rollouts that have already ended belong to the work that is set aside.
+            # Report first: rollouts that have already ended belong to the work that is paused.
             self._report(at_once=True)
             self._aside = self._generator.aside()
             self._aside.__enter__()

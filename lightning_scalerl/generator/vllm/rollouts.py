@@ -269,7 +269,7 @@ class InFlight:
         return stop_text is not None and stop_text(active.rollout.sampled_last(stop_text.window))
 
     def _turn_ends(self, active: ActiveRollout, reason: str, ended: StepEnds) -> bool:
-        """Handle the end of a rollout's request: force the end of thinking if it is due, and end the turn if it is over.
+        """Handle the end of a rollout's request: force the end of thinking if it is due, or end the turn.
 
         Args:
             active: the rollout.
