@@ -71,7 +71,7 @@ class ObservedStep(Protocol):
         """Return log-probabilities (R, T) of a few rollouts of the batch, computed under `precision`; R may be 0."""
 
     def loss_weights_differ(self, other: DesignChoice, rounding: bool = False) -> bool:
-        """Return whether the tokens' weights in the update would differ with `other` instead of the run's choice.
+        """Return whether the tokens' weights in the update (`update.terms.loss_weights`) would differ under `other`.
 
         With `rounding` the threshold is low enough to detect the rounding error of a 16-bit type.
         """

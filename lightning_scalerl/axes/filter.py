@@ -67,7 +67,7 @@ class ZeroVariance(Filter):
     """Drop groups whose rewards are all equal, without replacement: the batch gets smaller ("effective batch").
 
     Advantages within the group are zero either way, so the filter only changes the divisor of the loss. With a critic
-    (`advantage=gae`) they are not zero, and the filter also removes what these groups would have taught.
+    (`advantage=gae`) they are not zero, and the filter also removes the gradient of these groups.
     Source: ScaleRL, arXiv 2510.13786, section 3.2.
     """
 

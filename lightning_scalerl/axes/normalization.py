@@ -284,7 +284,7 @@ class RunningNormalization(_DeviationNormalization):
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Add the previous batch to the history, and store this batch's moments as those of the last batch."""
+        """Add the last batch to the history, and store this batch's moments as the new last batch."""
         self._history, self._last = self._history + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:

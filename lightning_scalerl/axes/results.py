@@ -1,4 +1,4 @@
-"""Checks of what a choice's methods return: a missing `return` or a wrong shape is an error that names the method.
+"""Checks of the values that a choice's methods return: a missing `return` or a wrong shape is an error.
 
 Without these checks, such a result would be broadcast, or count as false, without an error.
 """

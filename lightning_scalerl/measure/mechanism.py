@@ -2,7 +2,8 @@
 
 There is one counter per axis on which a run differs from its recipe. `DesignChoice.differs` of the axis decides whether
 the run's choice had an effect in a step. Axes that change advantages or the loss compare, on the same batch, the
-tokens' weights in the update under both choices. A relative difference in norm above 1e-3 counts as an effect.
+tokens' weights in the update (`update.terms.loss_weights`) under both choices. A relative difference in norm above 1e-3
+counts as an effect.
 """
 
 from __future__ import annotations

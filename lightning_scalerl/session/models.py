@@ -64,8 +64,8 @@ class Models:
         stop_tokens: token ids that end a completion.
         packed: whether the recipe asks for packed rows.
         path: path of the policy's model; None if it was made from a model object.
-        files: with `streamed`, either the files of the policy's weights, which are not read yet, or the reason (a
-            string) why each rank has to read the whole model. None without `streamed`.
+        files: with `streamed`: the files of the policy's weights, which are not read yet, or a string with the reason
+            why each rank has to read the whole model. None without `streamed`.
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.

@@ -53,7 +53,7 @@ class Updates:
         return self._optimizer
 
     def check_configured(self, module: Any, trainer: Any) -> None:
-        """Check what `configure_optimizers` has returned to Lightning, which a subclass of the module may override.
+        """Check the result of `configure_optimizers`, a method that a subclass of the module may override.
 
         Raises:
             ConfigurationError: it is not the recipe's optimizer, or there is a scheduler as well.

@@ -30,8 +30,8 @@ RELATIVE_NOISE, MIN_RMS = 0.3, 0.05
 class TrainedPolicy:
     """Gives rank 0 the policy's log-probabilities and weights; other ranks do not use them.
 
-    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: while rank 0 makes calls here
-    during `Ranks.share`, the other ranks make the same calls in `answer`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: while rank 0 calls methods of
+    this class during `Ranks.share`, the other ranks make the same calls in `answer`.
 
     Args:
         policy: the `Policy`, whose language model is in `policy.model`.

@@ -56,11 +56,11 @@ class DPPO(Loss):
 
     The bounds and the cap differ between sources. Bounds: 0.2 in prime-rl (`dppo_mask_low`, `dppo_mask_high`) and verl
     (`clip_ratio`), 0.2 and 0.28 in TRL. Cap: 20 in verl's function but 3 in its configuration, 10 in TRL, none in
-    prime-rl and SkyRL. The gradient of a token under the cap is the same in all of them. prime-rl adds a squared
+    prime-rl and SkyRL. The gradient of a token under the cap is the same in all these sources. prime-rl adds a squared
     log-ratio, which is not part of the paper's loss or of this one.
 
     Args:
-        divergence: "tv" or "kl", see `binary_divergence`. Bounds chosen for one have another meaning under the other.
+        divergence: "tv" or "kl", see `binary_divergence`. Bounds chosen for one of them do not fit the other.
         max_divergence_low: bound where the advantage is negative.
         max_divergence_high: bound where the advantage is positive.
         max_ratio: cap on the importance ratio.

@@ -41,7 +41,7 @@ def gmpo(
 
 
 class GMPO(Loss):
-    """Geometric mean with clips on the log-ratio of each token, wider than those of an arithmetic mean.
+    """Geometric mean of a sequence's clipped token ratios, with wider clip bounds than an arithmetic mean needs.
 
     A clipped token loses its gradient but stays in the mean, so the other tokens of its sequence keep their gradients.
 

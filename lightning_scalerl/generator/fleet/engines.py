@@ -27,7 +27,7 @@ POLL_S = 0.02
 
 
 class GeneratorLostError(CannotGoOnError):
-    """Raised when engines cannot be kept alive, or an engine's weights differ from those that it was sent."""
+    """Raised when engines cannot be kept alive, or an engine's weights differ from the weights that were sent to it."""
 
 
 @dataclass(eq=False)

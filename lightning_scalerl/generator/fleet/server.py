@@ -1,7 +1,7 @@
 """Generator in a child process: it steps while it has rollouts, and handles messages in between.
 
-`Fleet` starts it (`transport.Child`) and holds the other end of a socket pair. When that end closes for any reason,
-this process ends too.
+`Fleet` starts this process (`transport.Child`) and holds the other end of a socket pair. When that end closes for any
+reason, this process ends too.
 
 Each message is a tuple that starts with its name. Messages to the child:
 

@@ -1,8 +1,8 @@
 """Published weights: one file per version, in the generators' dtypes, written in buckets of a fixed size.
 
-The file is in safetensors format, in shared memory if there is room. Engines map it, also those that start later, and
-checkpoints read it. Besides the file, the sender holds at most one bucket in host memory. A digest covers all bytes
-of the file, and each reader reports the digest that it computed.
+The file is in safetensors format, in shared memory if there is room. Engines map the file, also engines that start
+later, and checkpoints read it. Besides the file, the sender holds at most one bucket in host memory. A digest covers
+all bytes of the file, and each reader reports the digest that it computed.
 """
 
 from __future__ import annotations

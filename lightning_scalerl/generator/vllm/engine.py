@@ -83,8 +83,8 @@ def _version(package: str) -> str | None:
 def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: int, cache_gib: float) -> Any:
     """Start an engine for models with the configuration and class of `model`, without weights yet.
 
-    Sampling is neutral: the model's generation configuration is ignored, only the ids that a request names end a
-    completion, and log-probabilities are those of the distribution that is sampled from.
+    The engine changes nothing in sampling: the model's generation configuration is ignored, only the token ids that a
+    request names end a completion, and log-probabilities are those of the distribution that is sampled from.
 
     Args:
         model: the model whose configuration and device are used, not its weights.
