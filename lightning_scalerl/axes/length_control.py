@@ -117,7 +117,8 @@ class Interruption(LengthControl):
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether tokens were forced, or the rollout passed the latest point without ending its thinking."""
-        # A rollout of at most `high` tokens may not have reached the drawn point, so only forced tokens count.
+        # A rollout of at most `high` tokens may not have reached the drawn point, so only forced tokens prove an
+        # interruption.
         if rollout.length <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])

@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError
 
-# Smallest difference of log-probabilities at which `differs` is true: above FP32's rounding error, below FP16's on an
-# untrained model.
+# Smallest difference of log-probabilities at which `differs` is true: above FP32's rounding error, and below FP16's
+# rounding error on an untrained model.
 LOGPROB_THRESHOLD = 2e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest allowed gap in log-probability between trainer and generator with the same weights: mean and 99th percentile.

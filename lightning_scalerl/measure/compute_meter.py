@@ -23,7 +23,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.verify.charges import ChargeLedger, ComputeAxes
 from sweeps.run.activity import activity
 
-# Parts of the device-hours axis; in "idle" the trainer only waits.
+# Parts of `compute/device_hours`; in "idle" the trainer only waits.
 PHASES = ("train", "generate", "checkpoint", "idle")
 # Compute axes on which lost work is tracked, as `compute/wasted_*`.
 WASTED = ("flops", "device_hours")
@@ -58,7 +58,7 @@ class ComputeMeter:
         self._counted_until = self._clock.now()
         self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
-        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process, for the mean cost of a token
+        self._sampled = {"tokens": 0, "flops": 0.0}  # in this process, for the mean cost of a token
         self._lost_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
         self._hours_at_step = 0.0
         self._axes = axes
@@ -80,7 +80,7 @@ class ComputeMeter:
             now = self._clock.now()
             elapsed, self._counted_until = now - self._counted_until, now
             phase = self._phases[-1] if self._phases else "idle"
-            # Evaluation is not on the axis, so its seconds are counted even while the clock of the axis is stopped.
+            # Seconds of evaluation are not device hours, so they are counted even while device hours are not.
             if self._running or phase == "evaluate":
                 self._seconds[phase] += elapsed
 

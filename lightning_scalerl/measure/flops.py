@@ -219,7 +219,7 @@ def _flops_below_trained(
     trained_layers = [match for match, parameter in layers if parameter.requires_grad]
     if not layers:
         return 0.0, 0, False
-    # Without a trained layer, the pass goes through all of them.
+    # Without a trained layer, the pass goes through all layers.
     first = min(trained_layers or [match for match, _ in layers], key=lambda match: int(match["number"]))
     first_layer_needs_gradient: list[bool] = []
 

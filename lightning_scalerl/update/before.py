@@ -47,7 +47,7 @@ def run_forward_passes(
     kl = choices.kl
     passes: list[tuple[tuple[str, ...], Callable[[TrainBatch], Sequence[Tensor]]]] = []
     if choices.needs_anchor and kl.reads_vocabulary and not choices.kl_in_update:
-        # Take the policy's outputs without the entropies.
+        # The policy returns log-probabilities, entropies and divergences; leave out the entropies.
         passes.append((("anchor_logprobs", "divergences"), lambda part: policy(part, teacher=reference)[::2]))
     elif choices.needs_anchor:
         passes.append((("anchor_logprobs",), lambda part: policy(part)[:1]))

@@ -20,7 +20,8 @@ from lightning_scalerl.generator.fleet.transport import Child, ChildSettings
 
 _log = logging.getLogger(__name__)
 
-# Give up after more than this many losses per engine without a finished rollout in between.
+# The run ends after more than this many lost engines, times the size of the fleet, without a finished rollout in
+# between.
 MOST_LOSSES = 3
 # Interval at which messages and the engines' state are polled, in seconds.
 POLL_S = 0.02

@@ -297,7 +297,7 @@ class Fleet:
                         engine.aside = False
                         self._engines.ask(engine, "back")
                         returned.append(engine)
-                    else:  # the engine was started inside `aside`, with the weights published there
+                    else:  # the engine was started meanwhile, with the weights of that time
                         engine.transport.send("publish", self._store.current, False)
                 self._ledger.keep_only(returned)
                 self._dispatch_paused = False
@@ -381,7 +381,7 @@ class Fleet:
     ) -> None:
         """Record an engine's finished rollouts, its computed work, and its rollouts that wait for an insertion."""
         self.busy_s += busy_s
-        if not engine.aside:  # inside `aside`, `sampled` counts the evaluation's rollouts
+        if not engine.aside:  # while rollouts are paused, `sampled` counts those of the evaluation
             engine.sampled = sampled
         if not self._asides:
             work = self.work[engine.number]

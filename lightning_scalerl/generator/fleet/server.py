@@ -190,7 +190,7 @@ class Server:
         elif name == "back":
             assert self._aside is not None
             self._aside.__exit__(None, None, None)
-            # Drop unreported rollouts of the work inside `aside`: the trainer no longer waits for them.
+            # Drop unreported rollouts of the evaluation or other work: the trainer no longer waits for them.
             self._finished, self._waiting, self._aside = [], [], None
             self._send("reply", None)
         elif name == "state":

@@ -213,7 +213,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
     """Lock a folder as in use, until the returned file is closed or this process ends."""
     lock = (folder / "lock.partial").open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    (folder / "lock.partial").rename(folder / LOCK)  # so that the file never exists unlocked
+    (folder / "lock.partial").rename(folder / LOCK)  # renamed after locking, so that it never exists unlocked
     return lock
 
 

@@ -24,8 +24,8 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layer types without attention that keep no state between tokens.
 OTHER_LAYERS = {"dense", "sparse", "moe"}
 REMEDY = "use another model, or another generator"
-# Allowed difference between decoded and whole-pass FP32 log-probabilities. Rounding stays far below it; a wrong mask or
-# position exceeds it by far.
+# Allowed difference between FP32 log-probabilities from decoding and from a whole forward pass. Rounding stays far
+# below it; a wrong mask or position exceeds it by far.
 TOLERANCE = 1e-3
 # Names of position tables, learned or precomputed.
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")

@@ -139,7 +139,7 @@ class TorchGenerator:
         self._slots = Slots(cache, slots, sampling, self.device)
         self._queue: deque[_Pending] = deque()
         self._prefilled: deque[_Prefilled] = deque()
-        # Unreported work of recomputing caches: tokens, and tokens attended to.
+        # Work of recomputing caches that no report contains yet: tokens, and tokens attended to.
         self._unreported = [0, 0]
 
     @staticmethod

@@ -141,7 +141,7 @@ class InFlight:
         self._report_queue: deque[StepReport] = deque()
         # Rollouts that wait for an insertion. They have no slot; vLLM's prefix cache may keep their keys and values.
         self._between_turns: dict[tuple[int, int], ActiveRollout] = {}
-        # Unreported work of recomputing caches.
+        # Work of recomputing caches that no report contains yet.
         self._unreported = Computed()
         self._weights: dict[str, Tensor] = {}
         # State at the time of closing; None while the generator is open.
@@ -333,7 +333,7 @@ class InFlight:
     def _keep_reports(self, aside: AbstractContextManager[None]) -> Iterator[None]:
         """Wrap `aside` so that rollouts that began to wait before it are still reported after it."""
         # A saved state lacks these reports, because a caller of `load_state_dict` reads `waiting` instead. A caller of
-        # `aside` does not.
+        # `aside` does not read it.
         unreported = [active for report in self._report_queue for active in report.waiting]
         with aside:
             yield

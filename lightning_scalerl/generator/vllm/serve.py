@@ -452,5 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # warns the run of this job, which still needs the server to save
+    signal.signal(
+        signal.SIGUSR2, signal.SIG_IGN
+    )  # the signal is a warning to the run, which still needs the server while it saves
     sys.exit(main())
