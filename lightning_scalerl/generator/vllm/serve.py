@@ -88,7 +88,7 @@ class Server:
             aloud: whether the server's output goes to this process's output instead of the log.
         """
         stdin = subprocess.PIPE if self.shape else subprocess.DEVNULL
-        # `close` ends the server by SIGTERM, so that signal stays open.
+        # `close` ends the server by SIGTERM, so only SIGUSR2 is blocked.
         with self.log.open("ab") as log, shielded(signal.SIGUSR2):
             output = None if aloud else log
             self.process = subprocess.Popen(
