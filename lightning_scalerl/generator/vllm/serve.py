@@ -452,7 +452,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGUSR2, signal.SIG_IGN
-    )  # the signal is a warning to the run, which still needs the server while it saves
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it warns the run, which still needs the server while it saves
     sys.exit(main())
