@@ -65,12 +65,12 @@ class ComputeMeter:
         self._charges = ChargeLedger()
 
     def start(self) -> None:
-        """Start counting wall clock on the device-hours axis; no effect if it is being counted already."""
+        """Start counting time as device hours; no effect if it is counted already."""
         self._count_seconds()
         self._running = True
 
     def stop(self) -> None:
-        """Stop counting wall clock on the device-hours axis."""
+        """Stop counting time as device hours."""
         self._count_seconds()
         self._running = False
 

@@ -32,7 +32,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class FlopModel:
-    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * (attended tokens, over all tokens and layers).
+    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * attended tokens, summed over tokens and layers.
 
     In the methods, `context` is the number of attended tokens, summed over tokens, as if no layer had a window.
     `outside` is the number of attended tokens that windows exclude, summed over tokens and layers (`model.windows`).

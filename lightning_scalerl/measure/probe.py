@@ -46,8 +46,8 @@ MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 class Scorer(Protocol):
     """Generator that can compute log-probabilities of existing completions.
 
-    If a generator's settings prevent this, its attribute `can_score` is false. If it has a method `score_all`, this is
-    called with several completions at once instead of `score`.
+    If a generator's settings prevent this, its attribute `can_score` is false. If it has a method `score_all`, that
+    method is called with several completions at once, instead of `score`.
     """
 
     @property
@@ -170,7 +170,7 @@ def logprob_gaps(
 ) -> Tensor:
     """Return |trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
-    Call it before the optimizer step. Rollouts of the batch are compared for free, with the step's own
+    Call it before the optimizer step. Rollouts of the batch are compared without another pass, by the step's own
     `trainer_logprobs`. If none of them were sampled by these weights, or the policy trains with dropout, a few rollouts
     are scored once more.
 

@@ -1,4 +1,4 @@
-"""Metrics of one training step. Rates are sums over sums, never means of means."""
+"""Metrics of one training step. Each rate is a sum divided by a sum, never a mean of means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompt record. It has a module of its own so that verifier processes can import it without torch."""
+"""Data class of a prompt, in a module of its own, so that verifier processes can import it without torch."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Return True if the completion hit the token limit."""
+        """True if the completion hit the token limit."""
         return self.finish_reason == "length"
 
     @property
@@ -279,7 +279,7 @@ class Group:
 
     @property
     def comparable(self) -> bool:
-        """Return whether enough rollouts have a score: at least two if any could not be graded, else at least one."""
+        """True if enough rollouts have a score: at least two if any could not be graded, else at least one."""
         return len(self.rollouts) >= (2 if self.ungraded else 1)
 
     @property

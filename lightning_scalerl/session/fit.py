@@ -31,7 +31,7 @@ def probe(path: DataPath) -> None:
 
 
 def stop_between_steps(trainer: Any, run: Run) -> NoReturn:
-    """Save a checkpoint, with the rollouts in flight, and end the fit by an error.
+    """Save a checkpoint that includes the rollouts in flight, and end the fit by raising an error.
 
     Raises:
         RunInterruptedError: the run can be continued from the saved state.
@@ -63,7 +63,7 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
     """End a fit normally when its pool is exhausted: evaluate the last weights, save, and stop the Trainer.
 
     Raises:
-        RunInterruptedError: a stop was requested meanwhile; resuming the run finishes it.
+        RunInterruptedError: a stop was requested meanwhile; the run finishes when it is resumed.
         PoolExhaustedError: the Trainer does not stop, because it has a minimum number of steps.
     """
     if run.exhausted is not None:

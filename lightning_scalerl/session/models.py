@@ -211,13 +211,13 @@ class Models:
         }
 
     def disconnect(self) -> None:
-        """Close the connection to a teacher that is served; the next fit opens another one."""
+        """Close the connection to a teacher's server; the next fit opens another one."""
         if self.reference is not None and not isinstance(self.reference, Policy):
             self.reference.close()
             self.reference = None
 
     def restore_reference(self, saved_fingerprint: str | None) -> None:
-        """Make the reference equal to the saved run's, if this module was made with other weights than that run.
+        """Replace the reference by the saved run's, if this module was made with other weights than that run.
 
         Args:
             saved_fingerprint: fingerprint of the saved run's reference. None if that run had no KL and therefore no
@@ -371,7 +371,7 @@ def make(
 
 
 def adapt_policy(policy: Policy, choice: Adapter) -> None:
-    """Add the adapter of axis `adapter` to a policy, if it does not have it yet.
+    """Add the adapter of axis `adapter` to a policy that does not have it yet.
 
     Raises:
         ConfigurationError: the policy already has an adapter of another choice, or its model came with one.

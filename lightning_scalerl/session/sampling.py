@@ -161,7 +161,7 @@ class Sampling:
     def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
         """Return the conversations of an evaluation; None without environments.
 
-        The key of a group of the evaluation must be the index of its prompt in `prompts`.
+        A group's key (`GroupRequest.key`) must be the index of its prompt in `prompts`.
         """
         if self.dialogue is None or self._pool is None:
             return None

@@ -86,7 +86,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
 
 
 def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
-    """Return the choices of a stage: those among the Trainer's callbacks.
+    """Return the design choices among the Trainer's callbacks, after checking them.
 
     Raises:
         ConfigurationError: the choices are incompatible, or the stage is not supported.
@@ -109,7 +109,7 @@ def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trai
     """Prepare the models for this stage on their device; return a line for the user on the memory of a fit.
 
     Raises:
-        ConfigurationError: model, adapter, ranks or memory do not fit together.
+        ConfigurationError: model, adapter, ranks and memory are incompatible.
     """
     policy, strategy, fits = models.policy, trainer.strategy, trainer.state.fn == "fit"
     policy.precision = choices.precision
