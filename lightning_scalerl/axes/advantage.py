@@ -1,4 +1,4 @@
-"""Axis `advantage`: how rewards become the credit of rollouts or tokens."""
+"""Axis `advantage`: how the advantages of rollouts or tokens are computed from rewards."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class GAE(Advantage):
 
     Args:
         discount: gamma, the discount factor per token.
-        trace: lambda. 1 uses the whole return minus the critic's value, 0 only the critic's one-step error.
+        trace: lambda. 1 uses the whole return minus the critic's value, 0 only the critic's one-step
+            temporal-difference error.
 
     Source: arXiv 1506.02438. For language models both are usually 1.
     """

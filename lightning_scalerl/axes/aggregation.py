@@ -20,7 +20,7 @@ from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, zero_ou
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:
-    """Return weights (R, T) 1 / (prompts * tokens of the group): every prompt counts the same.
+    """Return weights (R, T) of 1 / (prompts * tokens of the group): every prompt counts the same.
 
     Within a prompt the tokens of all its rollouts are pooled. Shapes: mask (R, T), group_tokens (R,).
     Source: DAPO's token average (arXiv 2503.14476) taken per prompt; arXiv 2510.13786, section 5.1.
@@ -30,7 +30,7 @@ def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor
 
 
 def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tensor:
-    """Return GRPO's weights (R, T) 1 / (samples * tokens of the rollout): every rollout counts the same.
+    """Return GRPO's weights (R, T) of 1 / (samples * tokens of the rollout): every rollout counts the same.
 
     Shapes: mask (R, T), sample_tokens (R,).
     """
@@ -38,7 +38,7 @@ def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tenso
 
 
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
-    """Return weights (R, T) 1 / tokens: every token of the batch counts the same. Shape: mask (R, T)."""
+    """Return weights (R, T) of 1 / tokens: every token of the batch counts the same. Shape: mask (R, T)."""
     # A batch without tokens in the loss has a loss of 0, not NaN.
     return mask / max(tokens, 1.0)
 
@@ -56,7 +56,7 @@ class Aggregation(DesignChoice):
     """Reduces per-token losses to one number, with one weight per token.
 
     Attributes:
-        divisor: description of the divisor of a token's loss. Its counts are recorded as `train/credited_*`.
+        divisor: description of the divisor of a token's loss. The counts in it are recorded as `train/credited_*`.
     """
 
     axis: ClassVar[str] = "aggregation"

@@ -1,8 +1,8 @@
 """A design choice is a Lightning callback that names its axis.
 
-Each axis module derives one abstract class from `DesignChoice`. It declares the axis: its name, its neutral choice, the
-method that the run calls, and how to detect in a step that two choices differ. Thin subclasses call the pure functions
-of their module. A run's choices are collected in `choices.Choices`.
+Each axis module derives one abstract class from `DesignChoice`. That class declares the axis: its name, its neutral
+choice, the method that the run calls, and how to detect in a step that two choices differ. Thin subclasses call the
+pure functions of their module. A run's choices are collected in `choices.Choices`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ObservedStep(Protocol):
         """Return for each prompt the pass rates of its groups so far."""
 
     def drawn_histories(self) -> Sequence[Sequence[float]]:
-        """Return for each group the pass rates that its prompt had when it was drawn.
+        """Return for each group the pass rates that its prompt had when the prompt was drawn.
 
         The groups are those being sampled, queued or in the batch. A pass rate is included if the group that it belongs
         to was complete when the prompt was drawn.
@@ -190,7 +190,8 @@ class DesignChoice(Callback):
         they may be defined so that they change nothing at the neutral values.
 
         Raises:
-            ConfigurationError: it changes rewards, advantages or losses, but is left out of labels and identities.
+            ConfigurationError: the choice changes rewards, advantages or losses, but is left out of labels and
+                identities.
         """
         if self.neutral != {"choice": type(self).__name__}:
             return

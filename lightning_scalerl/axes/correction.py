@@ -77,7 +77,7 @@ class Proximal(Correction):
     """Ratio against the trainer's policy before the update; the loss is weighted by a bounded pi_anchor / pi_generator.
 
     The trainer recomputes the anchor on every batch, with the weights at the start of its first pass, so the ratio is 1
-    in that pass. The weight accounts for staleness and for the engine's mismatch.
+    in that pass. The weight accounts for staleness and for the mismatch between engine and trainer.
 
     Args:
         level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.

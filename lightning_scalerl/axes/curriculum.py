@@ -86,7 +86,7 @@ class Curriculum(DesignChoice):
         return {}
 
     def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:
-        """Return a one-line error if a task with these rewards (`Task.reward_sums`) cannot be staged, else None."""
+        """Return a one-line error if this choice does not fit these rewards (`Task.reward_sums`), else None."""
         return None
 
     def places(self, pool: Sequence[Prompt]) -> list[int]:

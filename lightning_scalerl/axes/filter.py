@@ -45,7 +45,7 @@ class Filter(DesignChoice):
         return None
 
     def differs(self, other: Filter, step: ObservedStep) -> bool:
-        """Return whether the tokens' weights differ between the two choices.
+        """Return whether the tokens' weights in the loss differ between the two choices.
 
         If only one of the two choices refills, return whether it replaces a group of the batch.
         """

@@ -161,7 +161,7 @@ class Penalty(LengthControl):
     def differs(self, other: LengthControl, step: ObservedStep) -> bool:
         """Return whether a rollout's reward would change under `other`.
 
-        If `other` is not a penalty, the comparison is that of `LengthControl`.
+        If `other` is not a penalty, `LengthControl.differs` decides.
         """
         if not isinstance(other, Penalty):
             return super().differs(other, step)

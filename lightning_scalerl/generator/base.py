@@ -235,7 +235,7 @@ class EndOfThinking:
 
 
 class StopText(Protocol):
-    """Test whether the last sampled tokens of a completion, at most `window`, contain a stop text."""
+    """Test for stop texts in the last sampled tokens of a completion (at most `window` tokens)."""
 
     @property
     def window(self) -> int:

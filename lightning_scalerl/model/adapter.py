@@ -204,7 +204,7 @@ def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
 
 
 def modules_saved(model: nn.Module) -> list[str]:
-    """Return the names of the modules of an adapted model whose weights are trained in addition to the adapter.
+    """Return the names of an adapted model's modules that are trained in addition to the adapter.
 
     If such a weight is tied, the names of all modules that share it are returned.
     """
@@ -323,7 +323,7 @@ def _active(layer: Any) -> str:
 
 
 class _LowPrecisionLinear(nn.Linear):
-    """Linear layer whose weights may be stored in a smaller type than that of its input."""
+    """Linear layer whose weights may be stored in fewer bits than its input has."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return W x + b in autocast's type, or in the input's type without autocast."""

@@ -78,7 +78,7 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
 
 
 class BoundedWorker(Generic[T]):
-    """Does the same as `bounded` in one child process for all calls, because a fork takes time.
+    """Does what `bounded` does, in one child process for all calls, because a fork takes time.
 
     Args:
         work: function that turns an item into a text; items must be picklable.

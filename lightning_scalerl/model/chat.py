@@ -126,7 +126,7 @@ class Rendering:
         return template
 
     def to_save(self) -> Any:
-        """Return the tokenizer to save with the model, which includes the chat template of training."""
+        """Return the tokenizer to save with the model, with the chat template that training used."""
         if self._template is None or self.chat.template == "auto":
             return self.tokenizer
         tokenizer = copy.copy(self.tokenizer)
@@ -159,7 +159,7 @@ class Rendering:
         return self.texts([prompt])[0]
 
     def texts(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return the texts that the model reads. The template is untrusted, so it runs in a limited process.
+        """Return the texts that the model reads. The template is untrusted, so it runs in a process with limits.
 
         Raises:
             ConfigurationError: the template refuses a conversation or exceeds a limit, or there is a conversation and
@@ -187,7 +187,7 @@ class Rendering:
         return self.conversation(messages, self.tools_of(prompt))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Run the template on a conversation that the model continues. Call it under `bounded`.
+        """Render a conversation that the model continues. Call this by `bounded`, because templates are untrusted.
 
         Args:
             messages: the conversation.

@@ -165,7 +165,7 @@ class Policy(nn.Module):
         return torch.cat([checkpoint(divergence, *piece, use_reentrant=False) for piece in pieces])
 
     def logits(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return logits (N, V) at the policy's temperature from states before the head, multiplied in `dtype`."""
+        """Return logits (N, V) / temperature from states before the head; the head's product is in `dtype`."""
         weights = head_weights(self.model)
         assert weights is not None, "a head that is split over the vocabulary"
         return head_logits(self.model, hidden, *weights, dtype) / self.temperature

@@ -25,7 +25,7 @@ _SHOWN = 60
 
 
 class Turns:
-    """Renders the texts between turns with the chat template of a rendering.
+    """Renders the texts between turns with the chat template of a `Rendering`.
 
     Args:
         rendering: tokenizer and chat settings.
@@ -165,7 +165,7 @@ class Turns:
         ]
 
     def _render(self, conversations: Sequence[Sequence[Message]], description: str) -> list[str]:
-        """Run the template, which is untrusted, in a limited process."""
+        """Run the template, which is untrusted, in a process with limits."""
         try:
             return self._worker(conversations)
         except BoundedError as error:

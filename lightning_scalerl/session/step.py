@@ -18,9 +18,7 @@ from lightning_scalerl.update.health import at_the_limit
 
 
 def generator_gaps(path: DataPath, batch: TrainBatch, first_pass: Pass) -> Tensor:
-    """Return the log-probability gaps between trainer and generator before the first update; empty if that pass was not
-    finite.
-    """
+    """Return log-probability gaps between trainer and generator before the first update; empty if not finite."""
     if not first_pass.finite:  # NaN or infinity from the trainer: no comparison with the generator is possible
         return torch.zeros(0)
     trainer_logprobs, _ = whole(batch, first_pass.parts)

@@ -45,7 +45,7 @@ def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dic
 
 
 def within(root: nn.Module, work: Callable[[], None]) -> None:
-    """Call `work` in place of a sharded model's forward pass, for which root weights are gathered. All ranks call it."""
+    """Call `work` as a sharded model's forward pass, for which root weights are gathered. All ranks call this."""
     root.forward = work
     try:
         root()

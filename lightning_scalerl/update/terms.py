@@ -28,7 +28,7 @@ from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
 @dataclass(frozen=True)
 class Term:
-    """Term of the loss: `per_token` computes its values (R, T), coefficient included, and `aggregation` reduces them."""
+    """Term of the loss: `per_token` gives values (R, T) with the coefficient, and `aggregation` reduces them."""
 
     name: str
     per_token: Callable[[Scored], Tensor]

@@ -38,8 +38,8 @@ def outside_trust_region(
 ) -> Tensor:
     """Return the tokens whose probability has moved too far in the direction of the advantage (R, T, bool).
 
-    Where A > 0, the probability has risen and the divergence is above `max_divergence_high`. Where A < 0, it has fallen
-    and the divergence is above `max_divergence_low`. Shapes: all (R, T).
+    With A > 0 these are the tokens whose probability has risen and whose divergence is above `max_divergence_high`.
+    With A < 0 their probability has fallen and their divergence is above `max_divergence_low`. Shapes: all (R, T).
     """
     gap = binary_divergence(trainer_logprobs, anchor_logprobs, divergence)
     rises = (trainer_logprobs > anchor_logprobs) & (gap > max_divergence_high) & (advantages > 0)

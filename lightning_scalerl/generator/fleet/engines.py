@@ -208,7 +208,7 @@ class Engines:
         self._losses_in_a_row = 0
 
     def _replace(self, engine: Engine, reason: str, at_start: bool) -> None:
-        """End an engine and start a replacement; give up if too many were lost in a row."""
+        """End an engine and start a replacement, or raise an error if too many engines were lost in a row."""
         # The engine's `failed` message may already have led to its replacement in this round.
         if engine not in self._all:
             return

@@ -223,7 +223,7 @@ class Fleet:
         self._engines.wait(seconds)
 
     def step(self) -> StepReport:
-        """Return the rollouts that have ended or wait; if there is none, wait up to `POLL_S` for one."""
+        """Return the rollouts that have ended or begun to wait; if there is none, wait up to `POLL_S` for one."""
         if not self._ledger.has_report:
             self.wait(POLL_S)
         return self.collect()
@@ -401,7 +401,7 @@ class Fleet:
             engine.transport.send("drop", rollout.key, rollout.index)
 
     def on_published(self, engine: Engine, number: int, digest: str) -> None:
-        """Check that an engine has the weights that it was sent, by their digest.
+        """Check by a digest that an engine has the weights that were sent to it.
 
         Raises:
             GeneratorLostError: the digests differ.

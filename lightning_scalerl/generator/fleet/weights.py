@@ -77,7 +77,7 @@ class Types:
 
     Args:
         model: the trainer's model.
-        precision: the run's precision; None if the generator has none, and all dtypes stay unchanged.
+        precision: the run's precision. None if the generator has no precision; dtypes then stay unchanged.
     """
 
     def __init__(self, model: nn.Module, precision: Precision | None) -> None:
@@ -99,7 +99,7 @@ class Types:
 
 
 class WeightStore:
-    """Published versions on this node, each kept as long as an engine may read it.
+    """Published weights on this node; each version is kept as long as an engine may read it.
 
     Args:
         model: the trainer's model.
@@ -127,12 +127,12 @@ class WeightStore:
         return self.current
 
     def return_to(self, published: Published) -> None:
-        """Make an earlier publish the current one again."""
+        """Make weights that were published earlier the current ones again."""
         self._outdated.append(self.current)
         self.current = published
 
     def forget_outdated(self) -> None:
-        """Remove the files of all publishes but the current one. The caller ensures that no engine still reads them."""
+        """Remove the files of all weights but the current ones. The caller ensures that no engine still reads them."""
         for path in {published.path for published in self._outdated} - {self.current.path}:
             path.unlink(missing_ok=True)
         self._outdated.clear()

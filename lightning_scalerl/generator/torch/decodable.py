@@ -1,7 +1,7 @@
-"""Check before any compute is spent that the torch generator can decode a model token by token.
+"""Check, before any compute is spent, that the torch generator can decode a model token by token.
 
-Architectures known not to work are refused by name. Any other model is tried on a few tokens: its ordinary forward
-pass must agree with decoding through the generator's cache.
+Architectures known not to work are refused by name. Any other model is tried on a few tokens: its ordinary forward pass
+must agree with decoding through the generator's cache.
 """
 
 from __future__ import annotations

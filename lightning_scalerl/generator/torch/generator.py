@@ -1,11 +1,11 @@
 """In-process generator: continuous batching over a preallocated KV cache, deterministic under a seed.
 
-A fixed number of slots decode together, one token per step. A slot whose rollout ends takes the next one at once.
-A prompt is prefilled once, and its keys and values are copied to all of its rollouts. Weights can change between any
-two tokens, and every token records the version that sampled it. After a change, rollouts in flight continue with
-their stale keys and values, or with recomputed ones. If a rollout thinks for too long, a phrase that ends its thinking
-is forced, token by token. At the end of a turn a rollout may wait for an insertion (`waiting`), whose tokens are
-prefilled onto its cache.
+A fixed number of slots decode together, one token per step. When the rollout of a slot ends, the next rollout takes the
+slot at once. A prompt is prefilled once, and its keys and values are copied to all of its rollouts. Weights can change
+between any two tokens, and every token records the version that sampled it. After a change, rollouts in flight continue
+with their stale keys and values, or with recomputed ones. If a rollout thinks for too long, a phrase that ends its
+thinking is forced, token by token. At the end of a turn a rollout may wait for an insertion (`waiting`), whose tokens
+are prefilled onto its cache.
 """
 
 from __future__ import annotations

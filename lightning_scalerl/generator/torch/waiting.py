@@ -79,7 +79,7 @@ class Waiting:
         return [rollout.insertions.waiting_report(rollout.rollout) for rollout in paused]
 
     def hold(self, paused: Sequence[Paused]) -> None:
-        """Keep rollouts that have ended a turn until their insertions arrive."""
+        """Keep rollouts that are between two turns until their insertions arrive."""
         for rollout in paused:
             if rollout.keys_values is not None and self._keeps == "cache":
                 rollout.keys_values = on_host(rollout.keys_values)

@@ -72,8 +72,8 @@ class _Stream:
 class VLLMServerGenerator(InFlight):
     """Generator that samples rollouts with a vLLM server.
 
-    Published weights are kept by reference: the caller must not change them until the next publish. Weights mapped from
-    a file (`driver=live`) satisfy this.
+    Published weights are kept by reference: the caller must not change them until new weights are published. Weights
+    mapped from a file (`driver=live`) satisfy this.
 
     Args:
         model: the trainer's model, or another model of its class; its configuration and initial weights are used.

@@ -71,7 +71,7 @@ class ActiveRollout:
         self.rollout.sources += [Source.SAMPLED] * len(tokens)
 
     def insert(self, tokens: Sequence[int], version: int, source: Source) -> None:
-        """Add tokens that were not sampled, with 0 as log-probability: they count in neither loss nor ratio."""
+        """Add tokens that were not sampled, with 0 as log-probability; they enter neither the loss nor the ratio."""
         self.append(tokens, [0.0] * len(tokens), version)
         start = len(self.rollout.tokens) - len(tokens)
         self.rollout.sources[start:] = [source] * len(tokens)

@@ -111,7 +111,7 @@ class Server:
 
         Args:
             start_s: seconds that the server may take to answer.
-            announcement: file that announces the server to runs while it answers; None for none.
+            announcement: file that announces the server to runs as long as the server answers; None for none.
 
         Raises:
             CannotGoOnError: the server ends, or does not answer in time.
