@@ -32,7 +32,7 @@ C = TypeVar("C", bound="DesignChoice")
 
 
 class ObservedStep(Protocol):
-    """Data of one optimizer step before its update, from which `DesignChoice.differs` decides.
+    """Data of one optimizer step before its update, by which `DesignChoice.differs` compares two choices.
 
     Attributes:
         batch: batch to train on, with all groups that were sampled for it.

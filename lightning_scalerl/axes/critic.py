@@ -19,7 +19,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     some implementations: the coefficient can include it.
     """
     bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
-    # The larger error counts: moving past the clip gains nothing, and moving back towards the return is never blocked.
+    # The larger error is used: moving past the clip gains nothing, and moving back towards the return is never blocked.
     return torch.maximum((values - returns).square(), (bounded - returns).square())
 
 

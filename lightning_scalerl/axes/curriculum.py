@@ -29,7 +29,7 @@ def difficulty(prompt: Prompt) -> float:
     return float(number[0])
 
 
-# Key in a stage for the reward that decides a pass. With it, a stage need not know what a task calls that reward.
+# Key in a stage for the reward that decides a pass, whatever the task calls that reward.
 FIRST = "first"
 
 

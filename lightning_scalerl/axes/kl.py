@@ -62,7 +62,7 @@ def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return torch.expm1(gap) - gap
 
 
-# Estimates that need only the log-probabilities of the sampled tokens.
+# Estimates that need only log-probabilities of the sampled tokens, not of the whole vocabulary.
 SAMPLED = {"k1": log_ratio, "k2": k2, "k3": k3}
 
 

@@ -86,7 +86,7 @@ def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool
     """
     shifted = advantages
     if centre and advantages and (all_values := torch.cat(advantages)).numel() > ddof:
-        # The same condition as in `_divide_by_deviation`: with too few numbers, neither centre nor scale.
+        # As in `_divide_by_deviation`, do nothing if there are too few numbers.
         shifted = [group - all_values.mean() for group in advantages]
     return _divide_by_deviation(shifted, advantages, ddof, eps)
 

@@ -101,7 +101,7 @@ class Precision(DesignChoice):
         """Return whether log-probabilities, values, or rounded token weights differ between the two choices."""
         batch, (our_types, their_types) = step.batch, (self.components(), other.components())
         changed = {part for part in ("value", "advantage", "kl") if our_types[part] != their_types[part]}
-        # The values of a new critic are all zero, in every type.
+        # A new critic's values are all zero in every type, so they cannot differ.
         if "value" in changed and batch.values is not None and bool((batch.values != 0).any()):
             return True
         if changed & {"advantage", "kl"} and step.loss_weights_differ(other, rounding=True):

@@ -102,7 +102,7 @@ class ComputeMeter:
             return
         report = event.report
         if report.finished or report.decoded_tokens or report.prefill_tokens:
-            activity.note("decode")  # an empty report is not progress
+            activity.note("decode")  # an empty report is no sign of progress
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context, report.prefilled)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context, report.outside)
         with self._lock:

@@ -27,7 +27,7 @@ from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
 
 THRESHOLD = 1e-3
-# Threshold for rounding: far above the relative error of FP32, and far below that of BF16 (1e-3 in norm) and FP16
+# Threshold with `rounding`: far above the relative error of FP32, and far below that of BF16 (1e-3 in norm) and FP16
 # (2e-4).
 ROUNDING = 1e-5
 # Rollouts on which two precisions are compared at each step: about a hundredth of a usual batch.

@@ -182,7 +182,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
             weights, trained = whole, whole // 4
             if isinstance(choices.adapter, LoRA):
                 frozen, trained = frozen_and_trained(model, choices.adapter)
-                # Activations are those of full training: a slight overestimate for an adapter.
+                # Activations are measured for full training, which slightly overestimates those with an adapter.
                 weights += 4 * trained - frozen * (4 - dtype.itemsize)
             if recipe.batch.recomputes(parameters) and can_recompute(model):
                 recompute(model, partial(_on_host_hooks, on_host) if recipe.batch.offload else None)

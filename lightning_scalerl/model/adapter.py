@@ -20,8 +20,8 @@ from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
 from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.model.recompute import recompute_like
 
-# LoRA's A starts with the same numbers in every run, like the model's own weights. The run's random state is not
-# touched.
+# LoRA's A starts with the same numbers in every run, like the model's own weights. The run's random state does not
+# change.
 _SEED = 0
 _LORA = (".lora_A.", ".lora_B.")
 _MERGE = "or merge it and train all weights: model.merge_and_unload()"

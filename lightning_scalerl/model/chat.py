@@ -283,7 +283,7 @@ class Rendering:
         bare: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         bos, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if self._template is not None:
-            # A second BOS comes from a message that had already been rendered.
+            # Drop a second BOS, which comes from a message that had already been rendered.
             return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in bare]
         # A tokenizer that adds nothing to "a" adds nothing to any text.
         if self.tokenizer("a")["input_ids"] == self.tokenizer("a", add_special_tokens=False)["input_ids"]:

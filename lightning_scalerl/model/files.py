@@ -99,8 +99,8 @@ def _names(model: nn.Module, file_of: Mapping[str, Path]) -> dict[str, str] | st
     """Map each weight of a model to its tensor's name in the folder; return the reason if there is no such mapping."""
     weights: Mapping[str, Tensor] = model.state_dict()
     tied_groups = _tied_names(model)
-    # transformers unties weights that the folder contains twice with different values; only reading both would show
-    # whether they differ.
+    # transformers unties weights that the folder contains twice with different values. Only reading both would show
+    # whether they differ, so give up.
     if tied_groups != _tied_names(blank_copy(model)):
         return "its folder has tied weights twice"
     names: dict[str, str] = {}

@@ -94,7 +94,7 @@ def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
     frozen = {id(parameter) for parameter in root.parameters() if not parameter.requires_grad}
     parallelize_module(root, mesh, _styles(root, mesh.size()), src_data_rank=None)
     for original, uses in owners.items():
-        # torch has made new parameters: restore tied weights and frozen flags.
+        # torch has made new parameters, so restore tied weights and `requires_grad`.
         new_parameters: list[Any] = [module._parameters[name] for module, name in uses]
         assert all(parameter.placements == new_parameters[0].placements for parameter in new_parameters)
         new_parameters[0].requires_grad_(original not in frozen)

@@ -78,8 +78,8 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
 def end_stopped(trainer: Any, run: Run) -> None:
     """End a fit that a callback or `max_time` stops before `max_steps`: evaluate the last weights and save.
 
-    A run that `Race` has stopped is not evaluated again: the race needs no more of its evaluations, and without one the
-    run, if continued, equals a run that was never stopped.
+    A run that `Race` has stopped is not evaluated again. The race does not need it, and if the run is continued, it
+    then equals a run that was never stopped.
 
     Raises:
         RunInterruptedError: a stop was requested meanwhile.

@@ -12,7 +12,7 @@ from lightning_scalerl.distributed.sharded import blocks, part_like, whole_tenso
 
 # Coefficients of torch.optim.Muon's quintic iteration, and the constant that it adds to the norm.
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
-# Factors on the learning rate of a matrix (rows, columns), by name as in torch.optim.Muon.
+# Functions from a matrix's size (rows, columns) to a factor on its learning rate, by the names of torch.optim.Muon.
 ADJUSTMENTS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),

@@ -28,8 +28,7 @@ class PPOOffPolicy(AsyncMode):
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group belongs to the current phase or an earlier one."""
-        # A phase is k steps of groups_per_step groups each: compare the phase of the group with the phase of the
-        # trainer.
+        # A phase is k steps of groups_per_step groups each. Compare the group's phase with the trainer's.
         return admission // (groups_per_step * self.k) <= completed_steps // self.k
 
     def publishes(self, completed_steps: int) -> bool:

@@ -20,8 +20,7 @@ from lightning_scalerl.generator.fleet.transport import Child, ChildSettings
 
 _log = logging.getLogger(__name__)
 
-# The run ends after more than this many lost engines, times the size of the fleet, without a finished rollout in
-# between.
+# Largest number of engines that may be lost without a finished rollout in between, as a multiple of the fleet's size.
 MOST_LOSSES = 3
 # Interval at which messages and the engines' state are polled, in seconds.
 POLL_S = 0.02

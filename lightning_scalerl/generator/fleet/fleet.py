@@ -104,7 +104,7 @@ class Fleet:
         # Values of CUDA_VISIBLE_DEVICES, which the engines on this node get in turn.
         devices = visible_devices(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
         blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel, start_s)) for address in addresses]
-        # True while the ledger is being swapped, saved or restored. No group is dispatched then.
+        # True while the ledger is being swapped, saved or restored. No group is sent to an engine then.
         self._dispatch_paused = False
         self._asides = 0
         self._lock = threading.RLock()
@@ -319,9 +319,9 @@ class Fleet:
         """Return the state of everything in flight, one state per engine, and one copy of the weights."""
         if self._closed is not None:
             return self._closed
-        # Dispatch nothing meanwhile: an engine that has given its state could get a group that this state lacks. An
-        # engine may also finish a rollout after it has given its state. The checkpoint then contains this rollout
-        # twice, as ended and as running. After a restore it is sampled again, and the ledger discards the second copy.
+        # Send no group meanwhile: an engine that has given its state could get a group that this state lacks. An engine
+        # may also finish a rollout after it has given its state. The checkpoint then contains this rollout twice, as
+        # ended and as running. After a restore it is sampled again, and the ledger discards the second copy.
         self._dispatch_paused = True
         try:
             states = {engine: self._engines.ask(engine, "state") for engine in self._engines.up}
@@ -343,7 +343,7 @@ class Fleet:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything in flight; rollouts whose engine saved no state or no longer exists are sampled again."""
         self._ledger.load_state_dict(state)
-        # Dispatch nothing until it is known which rollouts the engines have.
+        # Send no group to an engine until it is known which rollouts the engines have.
         self._dispatch_paused = True
         try:
             # Publish before loading the states, which contain no weights: an engine resumes with the weights it has.

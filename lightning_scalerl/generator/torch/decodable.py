@@ -27,7 +27,7 @@ REMEDY = "use another model, or another generator"
 # Allowed difference between FP32 log-probabilities from decoding and from a whole forward pass. Rounding stays far
 # below it; a wrong mask or position exceeds it by far.
 TOLERANCE = 1e-3
-# Names of position tables, learned or precomputed.
+# Matches the names of position tables, learned or precomputed.
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
 
 

@@ -179,7 +179,7 @@ class Slots:
         return forced
 
     def _force(self, tokens: Tensor) -> Tensor:
-        """Overwrite sampled tokens (active,) where the end of thinking is due; return the mask of overwritten tokens."""
+        """Overwrite sampled tokens (active,) where the end of thinking is due; return a mask of these tokens."""
         active = tokens.numel()
         phrase_next, interrupt_at = self._phrase_next[:active], self._interrupt_at[:active]
         # The count excludes the current token: an interruption at n forces the token after the n-th.

@@ -328,7 +328,7 @@ class VLLMServerGenerator(InFlight):
             del self._running[event.name]
             active = stream.active
             reason = "stop" if stream.end_cause == "stop" else event.reason
-            # We ended this request ourselves: its rollout continues in a new one.
+            # This client has ended the request itself, so the rollout continues in a new request.
             if reason == "abort" and stream.end_cause:
                 self._waiting.appendleft(active)
             elif reason not in ("stop", "length"):

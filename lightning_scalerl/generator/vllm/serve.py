@@ -40,7 +40,7 @@ from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ALL_INTERFACES = ("0.0.0.0", "::")
-# Value of MODEL that means: read the configuration from standard input, and end when that input ends.
+# As MODEL it means: read the configuration from standard input, and end when that input ends.
 STDIN = "-"
 # Exit status of a server ended by SIGTERM, as a shell reports it.
 TERMINATED_STATUS = 128 + signal.SIGTERM
