@@ -76,7 +76,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
     read_either(trainer)
     if trainer.state.fn == "fit":
         prepare_trainer(trainer)
-        if not trainer.fast_dev_run:  # `max_steps` is then 1, not the run's length
+        if not trainer.fast_dev_run:  # `max_steps` is then not the run's length
             recipe.set_length(trainer.max_steps)
     # Trainer.validate after a fit uses that fit's choices, regardless of this Trainer's callbacks.
     base = recipe.choices if fitted is None or trainer.state.fn == "fit" else fitted
