@@ -13,7 +13,7 @@ ALL_LINEAR = "all-linear"
 
 
 class Adapter(DesignChoice):
-    """Weights that are trained instead of the model's own. Without an adapter all of the model's weights are trained.
+    """Choice of the weights that are trained: those of an adapter or, without one, all of the model's weights.
 
     Attributes:
         adapts: whether the choice adds such weights.
@@ -43,8 +43,8 @@ class LoRA(Adapter):
         alpha: numerator of the scale of B A x; with a fixed alpha the scale falls as the rank grows.
         targets: "all-linear" for every linear layer except the output head, or the last parts of module names
             ("q_proj").
-        modules_to_save: last parts of the names of embeddings, norms or the output head ("lm_head") whose own weights
-            are trained as well and saved with the adapter.
+        modules_to_save: embeddings, norms or the output head whose own weights are trained as well and saved with the
+            adapter, by the last parts of their names ("lm_head").
 
     Source: arXiv 2106.09685, section 4.1, which adapts the attention projections only. arXiv 2305.14314, section 4,
     finds that all linear layers are needed to match full fine-tuning. arXiv 2309.12307, section 3.3, also trains
@@ -82,5 +82,4 @@ class LoRA(Adapter):
 
 
 def _is_list_of_names(value: Any) -> bool:
-    """Return whether a value is a list of non-empty strings."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)

@@ -1,4 +1,4 @@
-"""Axis `advantage`: how rewards become the credit of rollouts or tokens."""
+"""Axis `advantage`: how the advantages of rollouts or tokens are computed from rewards."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class GAE(Advantage):
 
     Args:
         discount: gamma, the discount factor per token.
-        trace: lambda. 1 uses the whole return minus the critic's value, 0 only the critic's one-step error.
+        trace: lambda. 1 uses the whole return minus the critic's value, 0 only the critic's one-step
+            temporal-difference error.
 
     Source: arXiv 1506.02438. For language models both are usually 1.
     """
@@ -122,7 +123,7 @@ class GAE(Advantage):
         self.trace = trace
 
     def estimate(self, rewards: Tensor) -> Tensor:
-        """Return zeros (G,): credit comes from `estimate_tokens`, once the critic's values are known."""
+        """Return zeros (G,): `estimate_tokens` gives the advantages, once the critic's values are known."""
         return torch.zeros_like(rewards)
 
     def estimate_tokens(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Axis `aggregation`: how per-token losses become one number.
 
-Each choice is one weight per token: loss = sum(per_token_loss * weight). The weights depend only on counts over the
-global batch, which are passed in. Any split into ranks and micro-batches, padded or packed, therefore sums to the same
-loss and gradient.
+Each choice is one weight per token: loss = sum(per_token_loss * weight). The weights depend only on token and rollout
+counts of the global batch, which are passed in. Any split into ranks and micro-batches, padded or packed, therefore
+sums to the same loss and gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, zero_ou
 
 
 def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor:
-    """Return weights (R, T) 1 / (prompts * tokens of the group): every prompt counts the same.
+    """Return weights (R, T) of 1 / (prompts * tokens of the group): every prompt counts the same.
 
     Within a prompt the tokens of all its rollouts are pooled. Shapes: mask (R, T), group_tokens (R,).
     Source: DAPO's token average (arXiv 2503.14476) taken per prompt; arXiv 2510.13786, section 5.1.
@@ -30,7 +30,7 @@ def prompt_weights(mask: Tensor, group_tokens: Tensor, prompts: float) -> Tensor
 
 
 def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tensor:
-    """Return GRPO's weights (R, T) 1 / (samples * tokens of the rollout): every rollout counts the same.
+    """Return GRPO's weights (R, T) of 1 / (samples * tokens of the rollout): every rollout counts the same.
 
     Shapes: mask (R, T), sample_tokens (R,).
     """
@@ -38,15 +38,15 @@ def sample_weights(mask: Tensor, sample_tokens: Tensor, samples: float) -> Tenso
 
 
 def token_weights(mask: Tensor, tokens: float) -> Tensor:
-    """Return weights (R, T) 1 / tokens: every token of the batch counts the same. Shape: mask (R, T)."""
-    # A batch without credited tokens has a loss of 0, not NaN.
+    """Return weights (R, T) of 1 / tokens: every token of the batch counts the same. Shape: mask (R, T)."""
+    # A batch without tokens in the loss has a loss of 0, not NaN.
     return mask / max(tokens, 1.0)
 
 
 def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
     """Return the constant weight 1 / (rollouts of the step * completion limit), which has no length bias.
 
-    All rollouts of the step count, with or without credit; otherwise the divisor would depend on the filter.
+    All rollouts of the step count, in the loss or not; otherwise the divisor would depend on the filter.
     Shape: mask (R, T). Source: Dr.GRPO, arXiv 2503.20783, listing 1.
     """
     return mask / max(sampled * max_tokens, 1.0)
@@ -56,7 +56,7 @@ class Aggregation(DesignChoice):
     """Reduces per-token losses to one number, with one weight per token.
 
     Attributes:
-        divisor: description of the divisor of a token's loss. Its counts are recorded as `train/credited_*`.
+        divisor: description of the divisor of a token's loss. The counts in it are recorded as `train/credited_*`.
     """
 
     axis: ClassVar[str] = "aggregation"
@@ -113,7 +113,7 @@ class SumAggregation(Aggregation):
     divisor: ClassVar[str] = "1"
 
     def weights(self, batch: TrainBatch, denominators: Denominators) -> Tensor:
-        """Return the loss mask (R, T) itself: every credited token weighs 1."""
+        """Return the loss mask (R, T) itself: every token in the loss weighs 1."""
         return batch.loss_mask
 
 
@@ -137,7 +137,7 @@ BY_NAME: Mapping[str, type[Aggregation]] = {
 
 
 def named_aggregation(field: str, name: str | None) -> Aggregation | None:
-    """Build the aggregation of one term of the loss (KL, entropy, value); return None if it names none.
+    """Build the aggregation of one term of the loss (KL, entropy, value); return None if `name` is None.
 
     Args:
         field: configuration key, for the error message.

@@ -28,12 +28,12 @@ class Allocation(DesignChoice):
         """
 
     def check_average(self, average: int) -> str | None:
-        """Return a one-line error if rollouts cannot be divided this way at this average per prompt, else None."""
+        """Return a one-line error if this choice cannot work with this average number of rollouts, else None."""
         return None
 
     def differs(self, other: Allocation, step: ObservedStep) -> bool:
         """Return whether a group of the batch would have had another size under `other`."""
-        # Compare without a surplus, because the surplus at a group's admission is not recorded.
+        # Compare without a surplus, because the surplus at the start of a group is not recorded.
         return any(
             len(group.sampled) != other.completions(step.completions, group.history) for group in step.batch.groups
         )
@@ -71,7 +71,7 @@ class AllocationByDifficulty(Allocation):
         return f"allocation.least: {self.least} for every prompt is more than the average, batch.completions, {average}"
 
     def completions(self, average: int, pass_rates: Sequence[float], surplus: int = 0) -> int:
-        """Return the number of rollouts for the last pass rate, bounded so that the running total stays balanced."""
+        """Return the number of rollouts for the last pass rate, bounded so that the surplus stays small."""
         factor = self.hard + (self.easy - self.hard) * pass_rates[-1] if pass_rates else 1.0
         unbounded = max(self.least, round(average * factor))
         # The bounds keep the surplus after this prompt, surplus + count - average, in [-average, average].

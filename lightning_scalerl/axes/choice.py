@@ -1,8 +1,8 @@
 """A design choice is a Lightning callback that names its axis.
 
-Each axis module derives one abstract class from `DesignChoice`. It declares the axis: its name, its neutral choice, the
-method that the run calls, and how to detect in a step that two choices differ. Thin subclasses call the pure functions
-of their module. A run's choices are collected in `choices.Choices`.
+Each axis module derives one abstract class from `DesignChoice`. That class declares the axis: its name, its neutral
+choice, the method that the run calls, and how to detect in a step that two choices differ. Thin subclasses call the
+pure functions of their module. A run's choices are collected in `choices.Choices`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch
 # FP32 to inf and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
-# The methods through which a user-defined axis acts, in addition to Lightning's hooks.
+# The methods by which a user-defined axis changes training, in addition to Lightning's hooks.
 ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
 # Members of Lightning's Callback that save and restore a callback's state. All other public members are hooks.
 _MEMORY = ("state_key", "state_dict", "load_state_dict")
@@ -32,11 +32,11 @@ C = TypeVar("C", bound="DesignChoice")
 
 
 class ObservedStep(Protocol):
-    """One optimizer step before its update, as the mechanism counters see it.
+    """Data of one optimizer step before its update, by which `DesignChoice.differs` compares two choices.
 
     Attributes:
         batch: batch to train on, with all groups that were sampled for it.
-        admitted: number of groups admitted so far in the run.
+        admitted: number of groups sent to the generator ("admitted") so far in the run.
         completed_steps: number of optimizer steps done before this one.
         groups_per_step: number of groups per step (P).
         dropped: number of groups that were dropped and replaced for this batch.
@@ -61,7 +61,7 @@ class ObservedStep(Protocol):
         """Return for each prompt the pass rates of its groups so far."""
 
     def drawn_histories(self) -> Sequence[Sequence[float]]:
-        """Return for each group the pass rates that its prompt had when it was drawn.
+        """Return for each group the pass rates that its prompt had when the prompt was drawn.
 
         The groups are those being sampled, queued or in the batch. A pass rate is included if the group that it belongs
         to was complete when the prompt was drawn.
@@ -71,7 +71,7 @@ class ObservedStep(Protocol):
         """Return log-probabilities (R, T) of a few rollouts of the batch, computed under `precision`; R may be 0."""
 
     def loss_weights_differ(self, other: DesignChoice, rounding: bool = False) -> bool:
-        """Return whether the tokens' weights in the update would differ with `other` instead of the run's choice.
+        """Return whether the tokens' weights in the update (`update.terms.loss_weights`) would differ under `other`.
 
         With `rounding` the threshold is low enough to detect the rounding error of a 16-bit type.
         """
@@ -84,13 +84,13 @@ class DesignChoice(Callback):
     method. Constructor arguments are the choice's parameters and the keys of its YAML file, and are stored as
     attributes of the same names. A choice with memory overrides Lightning's `state_dict` / `load_state_dict`.
 
-    An axis of your own (one without a field in `Choices`) must have a neutral choice. It acts through Lightning's hooks
-    or through `adjust_reward`, `adjust_advantages` or `adjust_loss`, which are called for such axes only.
+    An axis of your own (one without a field in `Choices`) must have a neutral choice. It changes training by
+    Lightning's hooks or by `adjust_reward`, `adjust_advantages` or `adjust_loss`, which are called for such axes only.
 
     Attributes:
         axis: name of the axis, of its configuration group and of its column in tables.
-        neutral: semantics of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every choice
-            has an effect. A configuration with the neutral choice and one without the axis are the same run.
+        neutral: `semantics()` of the choice that changes nothing, such as `{"choice": "NoFilter"}`; None if every
+            choice has an effect. A configuration with the neutral choice and one without the axis are the same run.
         added: parameters that were added when runs without them existed already, each with its neutral value. At that
             value they are left out of run identities, so that older identities stay valid.
     """
@@ -146,7 +146,7 @@ class DesignChoice(Callback):
         return _parameters_of(choice_class)
 
     def same_as(self, other: DesignChoice) -> bool:
-        """Return whether both choices have the same semantics; their classes may differ."""
+        """Return whether both choices have equal `semantics()`; their classes may differ."""
         return self.semantics() == other.semantics()
 
     def changes_from(self, other: DesignChoice) -> list[str]:
@@ -190,7 +190,8 @@ class DesignChoice(Callback):
         they may be defined so that they change nothing at the neutral values.
 
         Raises:
-            ConfigurationError: it changes rewards, advantages or losses, but is left out of labels and identities.
+            ConfigurationError: the choice changes rewards, advantages or losses, but is left out of labels and
+                identities.
         """
         if self.neutral != {"choice": type(self).__name__}:
             return
@@ -280,6 +281,5 @@ def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
 
 
 def _descendants(root: type[Any]) -> list[type[Any]]:
-    """Return all direct and indirect subclasses of a class, direct ones first."""
     children = root.__subclasses__()
     return children + [descendant for child in children for descendant in _descendants(child)]

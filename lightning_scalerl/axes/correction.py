@@ -1,9 +1,9 @@
 """Axis `correction`: the log-probabilities in the denominator of the importance ratio (its anchor).
 
-The ratio is exp(trainer_logprobs - anchor). With `behaviour` the generator recorded the anchor while sampling, so one
-ratio covers both staleness and the mismatch between engine and trainer (ScaleRL). With `proximal` the trainer
-recomputes the anchor, and an importance weight corrects for the gap between anchor and generator. With the behaviour
-anchor this weight must not be used as well, because the mismatch would be counted twice.
+The ratio is exp(trainer_logprobs - anchor). With `behaviour` the anchor is what the generator recorded while sampling.
+One ratio then covers both staleness and the mismatch between engine and trainer (ScaleRL). With `proximal` the trainer
+recomputes the anchor before the update, and an importance weight corrects for the gap between anchor and generator.
+`behaviour` has no such weight, because the mismatch would be counted twice.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Proximal(Correction):
     """Ratio against the trainer's policy before the update; the loss is weighted by a bounded pi_anchor / pi_generator.
 
     The trainer recomputes the anchor on every batch, with the weights at the start of its first pass, so the ratio is 1
-    in that pass. The weight accounts for staleness and for the engine's mismatch.
+    in that pass. The weight accounts for staleness and for the mismatch between engine and trainer.
 
     Args:
         level: "token" for a weight per token, "sequence" for the product over a rollout's sampled tokens.
@@ -118,7 +118,7 @@ class Proximal(Correction):
         return batch.anchor_logprobs
 
     def weights(self, batch: TrainBatch) -> Tensor | None:
-        """Return `importance_weights` (R, T) of anchor over generator; None with mode "none" or without an anchor."""
+        """Return `importance_weights` (R, T); None with mode "none" or without recomputed log-probabilities."""
         if self.mode == "none" or batch.anchor_logprobs is None:
             return None
         return importance_weights(

@@ -1,6 +1,6 @@
 """Axis `credit`: whether the rollouts of a group are compared by their outcome, or turn by turn.
 
-Turns matter only with an environment; a completion of one turn has the same credit under both choices.
+Turns matter only with an environment; a completion of one turn has the same advantages under both choices.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def turn_of_tokens(rollout: Rollout) -> list[int]:
     """Return the turn to which each token belongs, from 0; an observation belongs to the turn before it."""
     starts = rollout.conversation.starts if rollout.conversation is not None else (0,)
     bounds = [*starts[1:], len(rollout.tokens)]
-    # The tokens between the end of a turn and the start of the next one are the observation; they carry no credit.
+    # The tokens between the end of a turn and the start of the next one are the observation; they are not in the loss.
     turns: list[int] = []
     for turn, bound in enumerate(bounds):
         turns += [turn] * (bound - len(turns))

@@ -19,7 +19,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     some implementations: the coefficient can include it.
     """
     bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
-    # The larger error counts: moving past the clip gains nothing, and moving back towards the return is never blocked.
+    # The larger error is used: moving past the clip gains nothing, and moving back towards the return is never blocked.
     return torch.maximum((values - returns).square(), (bounded - returns).square())
 
 
@@ -35,13 +35,13 @@ class Critic(DesignChoice):
     has_values: ClassVar[bool] = False
 
     def differs(self, other: Critic, step: ObservedStep) -> bool:
-        """Return whether the credit of any token of the batch used values, or would have under `other`."""
+        """Return whether any token's advantage was computed from values, or would have been under `other`."""
         uses_values = self.has_values != other.has_values or step.batch.values is not None
         return uses_values and step.batch.denominators.tokens > 0
 
 
 class NoCritic(Critic):
-    """No value network: credit comes from rewards alone."""
+    """No value network: advantages come from rewards alone."""
 
 
 class ValueNetwork(Critic):
@@ -51,8 +51,8 @@ class ValueNetwork(Critic):
 
     Args:
         coefficient: weight of the value loss in the total loss (c_1).
-        clip: distance from the value before the update, in units of reward; moving further does not lower the loss.
-        lr: the critic's learning rate, under the policy's schedule; None for the policy's own.
+        clip: largest change from the value before the update that can lower the loss, in units of reward.
+        lr: the critic's learning rate, to which the policy's schedule applies; None for the policy's rate.
         aggregation: name of the value loss's aggregation; None for the one of axis `aggregation`.
 
     Source: arXiv 1707.06347, section 5 (c_1).

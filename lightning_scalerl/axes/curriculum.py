@@ -29,7 +29,7 @@ def difficulty(prompt: Prompt) -> float:
     return float(number[0])
 
 
-# Key in a stage for the reward that decides a pass. With it, a stage need not know what a task calls that reward.
+# Key in a stage for the reward that decides a pass, whatever the task calls that reward.
 FIRST = "first"
 
 
@@ -86,7 +86,7 @@ class Curriculum(DesignChoice):
         return {}
 
     def check_rewards(self, sums: Sequence[Sequence[str]]) -> str | None:
-        """Return a one-line error if a task with these rewards (`Task.reward_sums`) cannot be staged, else None."""
+        """Return a one-line error if this choice does not fit these rewards (`Task.reward_sums`), else None."""
         return None
 
     def places(self, pool: Sequence[Prompt]) -> list[int]:
@@ -177,7 +177,7 @@ class StagedLength(Curriculum):
     """Short completions first: the token limit grows in stages up to `context.max_new_tokens`.
 
     The points at which axis `length_control` interrupts thinking are scaled by the same share. A length penalty is not
-    scaled: it acts on completions close to the whole limit, and therefore often on none in early stages.
+    scaled: it applies to completions close to the whole limit, and therefore often to none in early stages.
 
     Args:
         shares: the share of `context.max_new_tokens` in each stage, rising; the last is 1.
@@ -280,11 +280,6 @@ class StagedRewards(Curriculum):
 
 
 def _stage(factors: Mapping[str, float]) -> dict[str, float]:
-    """Return a stage's factors by reward name, as floats.
-
-    Raises:
-        ConfigurationError: `factors` is not a mapping from names to numbers of 0 or more.
-    """
     if not isinstance(factors, Mapping):
         raise ConfigurationError(
             f"curriculum.stages: {factors!r} must give factors by the rewards' names, such as {{}}"

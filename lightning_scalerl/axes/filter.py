@@ -24,7 +24,8 @@ class Filter(DesignChoice):
 
     Attributes:
         refills: whether a dropped group is replaced at once by a group of another prompt.
-        most_dropped: with `refills`, the largest number of dropped groups per group of a batch; above it the run stops.
+        most_dropped: with `refills`, the largest number of dropped groups as a multiple of the batch's groups; above it
+            the run stops.
         by_variance: whether the filter drops a group because all its rewards are equal. Such a group is kept
             nevertheless if the values that axis `credit` compares differ (`stream.credit.enters`).
     """
@@ -44,19 +45,16 @@ class Filter(DesignChoice):
         return None
 
     def differs(self, other: Filter, step: ObservedStep) -> bool:
-        """Return whether the tokens' weights differ between the two choices.
+        """Return whether the tokens' weights in the loss differ between the two choices.
 
         If only one of the two choices refills, return whether it replaces a group of the batch.
         """
         if self.refills == other.refills:
             return step.loss_weights_differ(other)
-        # One of the two choices refills: the batches differ if this choice replaced a group, or if `other` would have
-        # replaced one.
         return step.dropped > 0 or (other.refills and not all(map(other.keep, step.batch.groups)))
 
 
 def _groups_of_one_error(choice: str, completions: int) -> str | None:
-    """Return a one-line error if groups have one rollout: their rewards never differ, so all would be dropped."""
     if completions > 1:
         return None
     return (
@@ -69,7 +67,7 @@ class ZeroVariance(Filter):
     """Drop groups whose rewards are all equal, without replacement: the batch gets smaller ("effective batch").
 
     Advantages within the group are zero either way, so the filter only changes the divisor of the loss. With a critic
-    (`advantage=gae`) they are not zero, and the filter also removes what these groups would have taught.
+    (`advantage=gae`) they are not zero, and the filter also removes the gradient of these groups.
     Source: ScaleRL, arXiv 2510.13786, section 3.2.
     """
 
@@ -87,7 +85,8 @@ class ZeroVariance(Filter):
 class DynamicSampling(Filter):
     """Drop groups whose rewards are all equal and sample other prompts instead, so that every batch is full.
 
-    In every async mode, a dropped group allows one more admission. Its pass rate still counts in the prompt's history.
+    In every async mode, one more group is started for each dropped group. Its pass rate still counts in the prompt's
+    history.
 
     Args:
         most_dropped: largest number of dropped groups per group of a batch. Above it the run stops, because the pool

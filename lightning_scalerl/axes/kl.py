@@ -1,10 +1,10 @@
-"""Axis `kl`: the distance of the policy from a frozen reference, which is the initial model or a teacher.
+"""Axis `kl`: the KL divergence of the policy from a frozen reference model (the initial model or a teacher).
 
-With the initial model, the distance is a penalty that keeps the policy close to it. With a teacher (`reference`) it is
+With the initial model, the KL is a penalty that keeps the policy close to it. With a teacher (`reference`) it is
 on-policy distillation: reverse KL on the student's own rollouts (arXiv 2306.13649; Thinking Machines 2025).
 
-The estimate of a token's distance determines the gradient (arXiv 2506.09477). For the sampled token let d = log pi -
-log ref, with pi the policy:
+How a token's KL is estimated determines the gradient (arXiv 2506.09477). For the sampled token let d = log pi - log
+ref, with pi the policy:
 
     k1     d                 As a term of the loss, its own gradient is 0 on average. Therefore -d becomes an advantage
                              in the run's surrogate and correction (score function).
@@ -12,7 +12,7 @@ log ref, with pi the policy:
     k3     exp(-d) + d - 1   The gradient is (1 - ref / pi) times that of log pi, which is unbiased for the forward KL.
     full   sum over the vocabulary of pi (log pi - log ref)   The reverse KL itself, with its exact gradient.
 
-Sampled estimates assume that the policy itself sampled the tokens. Of them, only k1 corrects for older weights.
+k1, k2 and k3 assume that the policy itself sampled the tokens. Only k1 corrects for tokens from older weights.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return torch.expm1(gap) - gap
 
 
-# Estimates that need only the log-probabilities of the sampled tokens.
+# Estimates that need only log-probabilities of the sampled tokens, not of the whole vocabulary.
 SAMPLED = {"k1": log_ratio, "k2": k2, "k3": k3}
 
 
 class KL(DesignChoice):
-    """An optional cost per token of the policy's distance from a frozen reference model.
+    """An optional penalty per token: the KL divergence of the policy from a frozen reference model.
 
     Attributes:
         where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no KL.
@@ -92,17 +92,17 @@ class KL(DesignChoice):
 
     @property
     def is_served(self) -> bool:
-        """Return whether the reference is a teacher behind an address."""
+        """True if the reference is a teacher that a server runs."""
         return self.reference is not None and self.reference.startswith(ADDRESSES)
 
     @property
     def devices(self) -> int:
-        """Return the number of devices of a served teacher, for device hours; 0 if the reference is in this process."""
+        """Number of devices of a served teacher, for device hours; 0 if the reference is in this process."""
         return self.served_devices if self.is_served else 0
 
     @property
     def reads_vocabulary(self) -> bool:
-        """Return whether the distance needs the reference's probabilities of all tokens, not only of sampled ones."""
+        """True if the KL needs the reference's probabilities of all tokens, not only of sampled ones."""
         return bool(self.where) and self.estimate == "full"
 
     def coefficients(self, pass_rates: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class _ActiveKL(KL):
             )
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
-        """Return a one-line error if the distance is deducted from rewards but advantages are per rollout."""
+        """Return a one-line error if the KL is deducted from rewards but advantages are per rollout."""
         if self.where == "reward" and not getattr(others["advantage"], "after_forward", False):
             return (
                 "kl.where: 'reward' needs advantages per token (advantage=gae): credit within a group is given before "
@@ -187,7 +187,7 @@ class FixedKL(_ActiveKL):
         aggregation: name of the term's aggregation (with "loss"); None for the one of axis `aggregation`.
         reference: a teacher: a folder, a hub id, or `http://HOST:PORT` of a vLLM server; None for the initial model.
         estimate: "k1", "k2", "k3" or "full"; their gradients are in the docstring of this module.
-        served: folder or hub id of the model behind an address, whose weights are not read here.
+        served: folder or hub id of the model that the server runs; its weights are not read here.
         served_devices: devices of that server, which count in the run's device hours.
         timeout_s: time limit of one request to the server in seconds, including retries.
     """

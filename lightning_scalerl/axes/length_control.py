@@ -1,8 +1,8 @@
 """Axis `length_control`: ways to keep completions within their token budget.
 
-`interruption` acts during generation: if the thinking has not ended at a randomly drawn token, a phrase that ends it
-is forced into the completion. Forced tokens were not sampled, so they enter neither the loss nor the importance ratio.
-`penalty` lowers the reward of a rollout that comes close to the limit.
+`interruption` is applied during generation: if the thinking has not ended at a randomly drawn token, a phrase that ends
+it is forced into the completion. Forced tokens were not sampled, so they enter neither the loss nor the importance
+ratio. `penalty` lowers the reward of a rollout that comes close to the limit.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class LengthControl(DesignChoice):
         return reward
 
     def check_limit(self, max_new_tokens: int, phrase_tokens: int = 1) -> str | None:
-        """Return a one-line error if this choice cannot act within the completion limit, else None.
+        """Return a one-line error if this choice could have no effect within the completion limit, else None.
 
         `phrase_tokens` is the length of the forced phrase, if a tokenizer is available to count it.
         """
         return None
 
     def differs(self, other: LengthControl, step: ObservedStep) -> bool:
-        """Return whether this choice acted on a rollout of the batch, or `other` could have."""
+        """Return whether this choice changed a rollout of the batch, or `other` could have."""
         rollouts = [rollout for group in step.batch.groups for rollout in group.sampled]
         acted = any(self.acts_on(rollout, step.decode) for rollout in rollouts)
         return acted or any(other.could_act_on(rollout, step.decode) for rollout in rollouts)
@@ -117,7 +117,8 @@ class Interruption(LengthControl):
 
     def acts_on(self, rollout: Rollout, decode: Callable[[list[int]], str]) -> bool:
         """Return whether tokens were forced, or the rollout passed the latest point without ending its thinking."""
-        # A rollout of at most `high` tokens may not have reached the drawn point, so only forced tokens count.
+        # A rollout of at most `high` tokens may not have reached the drawn point, so only forced tokens prove an
+        # interruption.
         if rollout.length <= self.high:
             return any(rollout.forced)
         return any(rollout.forced) or self.end_of_thinking not in decode(rollout.tokens[: self.high])
@@ -160,7 +161,7 @@ class Penalty(LengthControl):
     def differs(self, other: LengthControl, step: ObservedStep) -> bool:
         """Return whether a rollout's reward would change under `other`.
 
-        If `other` is not a penalty, the comparison is that of `LengthControl`.
+        If `other` is not a penalty, `LengthControl.differs` decides.
         """
         if not isinstance(other, Penalty):
             return super().differs(other, step)

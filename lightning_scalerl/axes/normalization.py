@@ -86,7 +86,7 @@ def scale_by_batch(advantages: list[Tensor], ddof: int, eps: float, centre: bool
     """
     shifted = advantages
     if centre and advantages and (all_values := torch.cat(advantages)).numel() > ddof:
-        # The same condition as in `_divide_by_deviation`: with too few numbers, neither centre nor scale.
+        # As in `_divide_by_deviation`, do nothing if there are too few numbers.
         shifted = [group - all_values.mean() for group in advantages]
     return _divide_by_deviation(shifted, advantages, ddof, eps)
 
@@ -122,7 +122,7 @@ def scale_by_pass_rate(advantages: list[Tensor], rewards: list[Tensor], incorrec
 
 
 def scaled_tokens(advantages: Tensor, mask: Tensor, moments: Moments, ddof: int, eps: float, centre: bool) -> Tensor:
-    """Return advantages (R, T) divided by the deviation of `moments`; 0 outside the mask.
+    """Return advantages (R, T) divided by the standard deviation of `moments`; 0 outside the mask.
 
     With `centre` the mean of `moments` is subtracted first. Advantages are unchanged if there are too few numbers.
     """
@@ -167,8 +167,6 @@ class Normalization(DesignChoice):
 
 
 class _DeviationNormalization(Normalization):
-    """Normalization by a standard deviation, with its `ddof` and `eps`."""
-
     def __init__(self, ddof: int = 1, eps: float = 1e-6) -> None:
         if ddof not in (0, 1):
             raise ConfigurationError(f"normalization.ddof: {ddof!r} is not valid; 0 (population) or 1 (unbiased)")
@@ -198,7 +196,7 @@ class BatchNormalization(_DeviationNormalization):
         return scale_by_batch(advantages, self.ddof, self.eps, self.centre)
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Divide all credited tokens by one deviation, in which each token counts once."""
+        """Divide by one standard deviation of the advantages of all tokens in the loss."""
         moments = Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
@@ -286,7 +284,7 @@ class RunningNormalization(_DeviationNormalization):
         self._last = Moments()
 
     def remember(self, moments: Callable[[], Moments]) -> None:
-        """Add the previous batch to the history, and store this batch's moments as those of the last batch."""
+        """Add the last batch to the history, and store this batch's moments as the new last batch."""
         self._history, self._last = self._history + self._last, moments()
 
     def scale(self, advantages: list[Tensor], rewards: list[Tensor]) -> list[Tensor]:
@@ -299,7 +297,7 @@ class RunningNormalization(_DeviationNormalization):
         return [_divide(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
-        """Divide all credited tokens by the deviation of the run so far, this batch included."""
+        """Divide by the standard deviation of the run's advantages so far, this batch included."""
         moments = self._history + Moments.of(advantages[mask > 0], sums)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 

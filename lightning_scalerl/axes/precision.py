@@ -17,7 +17,8 @@ from torch import Tensor
 from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 from lightning_scalerl.checks import ConfigurationError
 
-# Smallest difference of log-probabilities that counts: above FP32's rounding error, below FP16's on an untrained model.
+# Smallest difference of log-probabilities at which `differs` is true: above FP32's rounding error, and below FP16's
+# rounding error on an untrained model.
 LOGPROB_THRESHOLD = 2e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest allowed gap in log-probability between trainer and generator with the same weights: mean and 99th percentile.
@@ -37,8 +38,8 @@ class Precision(DesignChoice):
         fp32_head_generator: compute the generator's logits in FP32 even if the policy is not.
         fp32_value: run the critic in FP32 even if the policy is not.
         fp32_advantage: keep advantages in FP32; otherwise they are rounded to the policy's type.
-        fp32_kl: compute the distance from the reference in FP32; otherwise the log-probabilities in it are rounded to
-            the policy's type.
+        fp32_kl: compute the KL to the reference in FP32; otherwise its log-probabilities are rounded to the policy's
+            type.
     """
 
     axis: ClassVar[str] = "precision"
@@ -82,7 +83,7 @@ class Precision(DesignChoice):
         return torch.float32 if self.fp32_value else self.policy_dtype
 
     def round_to_policy(self, values: Tensor, fp32: bool) -> Tensor:
-        """Return `values` unchanged if `fp32` is true, else rounded to the policy's type (the dtype stays the same)."""
+        """Return `values`, rounded to the policy's type unless `fp32` is true. The tensor's dtype stays the same."""
         return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
 
     def components(self) -> dict[str, str]:
@@ -100,7 +101,7 @@ class Precision(DesignChoice):
         """Return whether log-probabilities, values, or rounded token weights differ between the two choices."""
         batch, (our_types, their_types) = step.batch, (self.components(), other.components())
         changed = {part for part in ("value", "advantage", "kl") if our_types[part] != their_types[part]}
-        # The values of a new critic are all zero, in every type.
+        # A new critic's values are all zero in every type, so they cannot differ.
         if "value" in changed and batch.values is not None and bool((batch.values != 0).any()):
             return True
         if changed & {"advantage", "kl"} and step.loss_weights_differ(other, rounding=True):

@@ -1,4 +1,4 @@
-"""Checks of what a choice's methods return: a missing `return` or a wrong shape is an error that names the method.
+"""Checks of the values that a choice's methods return: a missing `return` or a wrong shape is an error.
 
 Without these checks, such a result would be broadcast, or count as false, without an error.
 """
@@ -91,7 +91,6 @@ def _error(choice: DesignChoice, method: str, got: str, expected: str) -> Cannot
 
 
 def _described(result: Any) -> str:
-    """Return a few words on a result: its shape, or its value."""
     if result is None:
         return "None (is a `return` missing?)"
     if hasattr(result, "shape"):

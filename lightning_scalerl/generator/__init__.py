@@ -7,9 +7,9 @@ several generators as engines in child processes:
                   |-------- WeightStore (published versions, one file each)
                   `-------- Engines --- Child ... wire ... server --- Generator
 
-The trainer waits for engines only after publishing weights, until every engine has confirmed them, and when it asks an
-engine to score a completion, to set its rollouts aside for an evaluation, or to save or restore its state. An engine
-never waits while it has rollouts.
+The trainer waits for engines in two cases: after publishing weights, until every engine has confirmed them; and when it
+asks an engine to score a completion, to pause its rollouts for an evaluation, or to save or restore its state. An
+engine never waits while it has rollouts.
 """
 
 from lightning_scalerl.generator.base import FinishedRollout, Generator, GroupRequest, StepReport

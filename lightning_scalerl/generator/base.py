@@ -21,7 +21,7 @@ class GroupRequest:
     """Request for `completions` rollouts of one prompt.
 
     Attributes:
-        key: identifies the group among all in flight (its admission number).
+        key: identifies the group among all in flight (`Group.admission`).
         prompt_tokens: token ids of the prompt.
         completions: number of rollouts to sample.
         random_key: seeds the sampling. The same key gives the same random numbers regardless of the other rollouts in
@@ -30,8 +30,8 @@ class GroupRequest:
             empty for never.
         max_new_tokens: token limit of this request; 0 for the generator's limit.
         temperature: sampling temperature of this request, 0 for the most likely token; None for the generator's.
-        waits: whether each rollout waits for `insert` or `end` after every turn, and also at its token limit. Such a
-            rollout never ends by itself.
+        waits: for conversations: whether each rollout waits for `insert` or `end` after every turn, and also at its
+            token limit. Such a rollout never ends by itself.
         turn_tokens: token limit of each turn; 0 for none.
     """
 
@@ -61,7 +61,7 @@ class FinishedRollout:
 
 @dataclass(frozen=True)
 class WaitingRollout:
-    """Rollout `index` of group `key` that has ended a turn and waits for `insert` or `end`.
+    """Rollout `index` of group `key` that has ended a turn and waits for `insert` (an environment's answer) or `end`.
 
     Attributes:
         key, index: the group's key and the rollout's index in the group.
@@ -92,7 +92,7 @@ class StepReport:
         decoded_context: number of attended tokens, summed over the decoded tokens, ignoring attention windows.
         prefilled: number of prompts and insertions whose last position went through the output head. A prompt that
             rollouts share counts once.
-        outside: the part of both contexts outside the attention windows, summed over layers
+        outside: number of attended tokens in both contexts that attention windows exclude, summed over layers
             (`model.windows.outside`).
         lost_tokens: tokens of unfinished rollouts whose process died. They are sampled again.
         waiting: rollouts that ended a turn in this step and wait for `insert` or `end`.
@@ -186,7 +186,7 @@ class TurnGenerator(Generator, Protocol):
         """All rollouts that wait for `insert` or `end`, in the order in which they began to wait."""
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Insert an answer's tokens into a waiting rollout and continue it.
+        """Insert the tokens of an environment's answer into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
@@ -213,7 +213,7 @@ class TurnGenerator(Generator, Protocol):
 
 @contextmanager
 def set_aside(generator: Generator, clear: Callable[[], None]) -> Iterator[None]:
-    """Implement `Generator.aside`: save `state_dict`, call `clear` to empty the generator, and restore at the end."""
+    """Implement `Generator.aside`: save everything in flight, call `clear`, and restore at the end."""
     state = generator.state_dict()
     clear()
     try:
@@ -235,7 +235,7 @@ class EndOfThinking:
 
 
 class StopText(Protocol):
-    """Test whether the last sampled tokens of a completion, at most `window`, contain a stop text."""
+    """Test for stop texts in the last sampled tokens of a completion (at most `window` tokens)."""
 
     @property
     def window(self) -> int:
@@ -252,13 +252,13 @@ def never_ends_thinking(tokens: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling settings; every generator takes the same record.
+    """Sampling settings, the same class for every generator.
 
     Attributes:
         max_prompt_tokens, max_new_tokens: longest prompt and completion, in tokens.
         stop_tokens: token ids that end a completion; the sampled stop token stays in the completion as its last token.
         temperature: sampling temperature.
-        phrase: token ids that are forced when a request's thinking is interrupted.
+        phrase: token ids that end the thinking; they are forced into a rollout whose thinking is interrupted.
         thinking_ended: tests whether a completion has already ended its thinking; if so it is not interrupted.
         stop_text: tests a completion's last tokens for a stop text; None if there are no stop texts.
     """

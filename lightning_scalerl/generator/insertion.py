@@ -1,4 +1,4 @@
-"""Insertion rules: which tokens that the model did not sample enter a rollout, where, and why.
+"""Insertion rules: which tokens enter a rollout without being sampled by the model, where, and why.
 
 Every generator keeps one `Insertions` per rollout, which decides what to insert. There are two rules:
 
@@ -42,8 +42,7 @@ class Insertions:
         request: the group's request.
         index: number of the rollout in its group.
         sampling: sampling settings of the generator.
-        answers: for each answer of the environment, the index of its first token in the completion, and the index after
-            its last token.
+        answers: for each answer of the environment, its tokens' positions in the completion: (first, last + 1).
     """
 
     request: GroupRequest
@@ -69,7 +68,7 @@ class Insertions:
 
     @property
     def interruption_point(self) -> int:
-        """Completion length, in tokens, at which the phrase is due; `NEVER` without an interruption.
+        """Completion length, in tokens, at which the end of thinking is forced; `NEVER` without an interruption.
 
         `interrupt_at` counts the model's tokens only, so the lengths of inserted answers are added.
         """
@@ -80,7 +79,7 @@ class Insertions:
     def phrase(self, tokens: list[int]) -> Sequence[int]:
         """Return the phrase to force after `tokens` (the completion so far); empty if its thinking has ended."""
         model_tokens = list(tokens)
-        # An environment may quote the marker that ends thinking: only the model's own tokens count.
+        # Leave out the environment's answers, because they may quote the marker that ends thinking.
         for start, end in reversed(self.answers):
             del model_tokens[start:end]
         return () if self.sampling.thinking_ended(model_tokens) else self.sampling.phrase
@@ -101,7 +100,7 @@ class Insertions:
         return WaitingRollout(*self.rollout_id, deepcopy(rollout), self.limit - len(rollout.tokens), len(self.answers))
 
     def record_answer(self, length: int, tokens: Sequence[int]) -> None:
-        """Record that an answer (`tokens`) is inserted after the first `length` tokens of the completion.
+        """Record that an environment's answer (`tokens`) is inserted after the first `length` tokens of the completion.
 
         Raises:
             ValueError: no sampled token would fit after the answer. An answer is never inserted in part.

@@ -1,7 +1,7 @@
 """Measurements of a run.
 
 `compute_meter` counts FLOPs (`flops`) and device hours, `heartbeat` keeps its totals on disk. `step_metrics` are the
-metrics of a training step, `mechanism` counts in how many steps a variant's choice acted, `probe` compares trainer and
-generator, `truncation_alarm` warns. `semantics` records what the names in a recipe resolve to. `memory` predicts the
-memory of a run.
+metrics of a training step, `mechanism` counts the steps in which a variant's choice had an effect, `probe` compares
+trainer and generator, `truncation_alarm` warns. `semantics` records all settings of a run, with defaults filled in.
+`memory` predicts the memory of a run.
 """

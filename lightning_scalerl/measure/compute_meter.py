@@ -4,8 +4,7 @@
 split into train, generate, checkpoint and idle (the rest). Evaluation is metered separately and is not part of any
 compute axis, so that the frequency of evaluation does not move the curve.
 
-Every second counts once, in the innermost phase at that time. So the axis equals the sum of its parts, in whatever
-order hooks start and stop the clock.
+Every second counts once, in the innermost phase at that time. So `compute/device_hours` is always the sum of its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_scalerl.stream.events import Event
 from lightning_scalerl.verify.charges import ChargeLedger, ComputeAxes
 from sweeps.run.activity import activity
 
-# Parts of the device-hours axis; in "idle" the trainer only waits.
+# Parts of `compute/device_hours`; in "idle" the trainer only waits.
 PHASES = ("train", "generate", "checkpoint", "idle")
 # Compute axes on which lost work is tracked, as `compute/wasted_*`.
 WASTED = ("flops", "device_hours")
@@ -34,10 +33,10 @@ class ComputeMeter:
     """Counts the FLOPs and device seconds of a run, by phase. It is thread-safe.
 
     Args:
-        flop_model: cost of the model.
+        flop_model: FLOPs of the model's forward pass.
         devices: number of devices; the wall clock is multiplied by it.
         clock: source of time; None for the system's monotonic clock.
-        axes: whether and how the cost of judges is part of device hours.
+        axes: whether and how judge models count in device hours.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ComputeMeter:
         axes: ComputeAxes = ComputeAxes(),  # noqa: B008  # frozen
     ) -> None:
         self._flop_model = flop_model
-        # Cost of the reference of axis `kl`; None if it is as large as the policy.
+        # FLOPs of the reference of axis `kl`; None if it is as large as the policy.
         self.reference: FlopModel | None = None
         self.devices = devices
         self._clock = clock or WallClock()
@@ -59,19 +58,19 @@ class ComputeMeter:
         self._counted_until = self._clock.now()
         self._lock = threading.RLock()
         self._wasted = dict.fromkeys(WASTED, 0.0)
-        self._sampled = {"tokens": 0, "flops": 0.0}  # by this process, for the mean cost of a token
+        self._sampled = {"tokens": 0, "flops": 0.0}  # in this process, for the mean cost of a token
         self._lost_flops = 0.0  # FLOPs of lost sampling that has not been repeated yet
         self._hours_at_step = 0.0
         self._axes = axes
         self._charges = ChargeLedger()
 
     def start(self) -> None:
-        """Start counting wall clock on the device-hours axis; no effect if it is being counted already."""
+        """Start counting time as device hours; no effect if it is counted already."""
         self._count_seconds()
         self._running = True
 
     def stop(self) -> None:
-        """Stop counting wall clock on the device-hours axis."""
+        """Stop counting time as device hours."""
         self._count_seconds()
         self._running = False
 
@@ -81,7 +80,7 @@ class ComputeMeter:
             now = self._clock.now()
             elapsed, self._counted_until = now - self._counted_until, now
             phase = self._phases[-1] if self._phases else "idle"
-            # Evaluation is not on the axis, so its seconds are counted even while the clock of the axis is stopped.
+            # Seconds of evaluation are not device hours, so they are counted even while device hours are not.
             if self._running or phase == "evaluate":
                 self._seconds[phase] += elapsed
 
@@ -103,7 +102,7 @@ class ComputeMeter:
             return
         report = event.report
         if report.finished or report.decoded_tokens or report.prefill_tokens:
-            activity.note("decode")  # an empty report is not progress
+            activity.note("decode")  # an empty report is no sign of progress
         flops = self._flop_model.prefill(report.prefill_tokens, report.prefill_context, report.prefilled)
         flops += self._flop_model.decode(report.decoded_tokens, report.decoded_context, report.outside)
         with self._lock:
@@ -116,7 +115,7 @@ class ComputeMeter:
                 self._lost_flops += report.lost_tokens * self._sampled["flops"] / self._sampled["tokens"]
 
     def _count_sampling(self, flops: float, tokens: int) -> None:
-        """Count FLOPs of sampling for training. FLOPs that repeat lost work count as wasted, not on the axis."""
+        """Count FLOPs of sampling for training; those that repeat lost work are wasted (`compute/wasted_flops`)."""
         self._sampled["tokens"] += tokens
         self._sampled["flops"] += flops
         repeated = min(self._lost_flops, flops)
@@ -137,13 +136,13 @@ class ComputeMeter:
         flops = (3 * passes.policy_updates + passes.policy_forwards) * policy + passes.reference_forwards * reference
         flops += self._flop_model.partial_training(lengths, prompts, passes.policy_updates, passes.policy_forwards)
         flops += (3 * passes.value_updates + passes.value_forwards) * value
-        # A critic is a copy of the policy with its frozen weights; with an adapter it is a copy that is trained whole.
+        # Without an adapter, the critic has the policy's frozen weights. With an adapter, all its weights are trained.
         if not self._flop_model.adapter:
             flops += self._flop_model.partial_training(lengths, lengths, passes.value_updates, passes.value_forwards)
         self._flops["train"] += flops
 
     def judged(self, charges: Iterable[Charge], evaluation: bool = False) -> None:
-        """Count what judge models cost for grading one completion, of training or of an evaluation."""
+        """Count what judge models cost for one completion, in training or (with `evaluation`) in an evaluation."""
         with self._lock:
             self._charges.add(charges, evaluation)
 
@@ -213,7 +212,7 @@ class ComputeMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all counts, for a checkpoint."""
+        """Return all FLOPs, seconds and charges counted so far, for a checkpoint."""
         self._count_seconds()
         judged = {"charges": self._charges.state_dict()} if self._charges.used else {}
         return {
@@ -226,7 +225,7 @@ class ComputeMeter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts; seconds are rescaled if the number of devices has changed."""
+        """Restore the counts."""
         # The device hours so far must not change, so seconds are rescaled to the new number of devices.
         scale = state.get("devices", self.devices) / self.devices
         self._flops = dict(state["flops"])

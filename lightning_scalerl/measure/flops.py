@@ -1,6 +1,6 @@
-"""FLOPs by formula: a forward pass costs two per weight and token, plus attention over the context.
+"""FLOPs by formula: a forward pass costs two FLOPs per weight and token, plus attention over the context.
 
-Only useful work counts. Padding does not, so the result is independent of how a batch was cut into passes. A training
+Only useful work counts. Padding does not, so the result does not depend on how a batch is split into passes. A training
 token costs three forward passes: the forward itself, and twice that for the backward. In a layer with an attention
 window only the tokens inside the window count.
 """
@@ -32,7 +32,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class FlopModel:
-    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * (attended tokens, over all tokens and layers).
+    """FLOPs of one forward pass: `per_token` * tokens + `per_layer` * attended tokens, summed over tokens and layers.
 
     In the methods, `context` is the number of attended tokens, summed over tokens, as if no layer had a window.
     `outside` is the number of attended tokens that windows exclude, summed over tokens and layers (`model.windows`).
@@ -187,7 +187,6 @@ class FlopModel:
         return added - updates * (self.flops_below * tokens + 2.0 * attention)
 
     def _attention_of(self, lengths: list[int]) -> float:
-        """Return the FLOPs of attention in a forward pass over whole sequences."""
         context = sum((length - 1) * length // 2 for length in lengths)
         excluded = sum(outside(self.windows, 0, length - 1) for length in lengths) if self.windows else 0
         return self._attention(context, excluded)
@@ -203,17 +202,12 @@ class _FirstLayerDoneError(Exception):
 def _flops_below_trained(
     model: nn.Module, decoder: nn.Module, flops_by_id: Mapping[int, float]
 ) -> tuple[float, int, bool]:
-    """Find where the backward pass ends: return what is before the first trained weight.
+    """Measure the part of a model before its first trained weight, which needs no gradient.
 
-    The parts are the FLOPs per token of matrices whose input needs no gradient, the number of layers with such inputs,
-    and whether the head's input needs none either. They are measured with hooks, in a forward pass of two tokens up to
-    the first layer with a trained weight. The result is (0, 0, False) if that pass fails, as it does on fake tensors
-    (without data) if a router has to choose experts.
-
-    Args:
-        model: a model with frozen weights.
-        decoder: its language model.
-        flops_by_id: FLOPs per token of the model's matrices, by the parameter's id.
+    Return the FLOPs per token of the matrices whose input needs no gradient, the number of layers with such inputs, and
+    whether the head's input needs none either. Hooks measure this in a forward pass of two tokens, which stops after
+    the first layer with a trained weight. If the pass fails, return (0, 0, False). It fails on fake tensors (without
+    data) if a router has to choose experts.
     """
     base, flops_below = backbone(model), 0.0
     ids = {id(parameter) for parameter in decoder.parameters()}
@@ -225,7 +219,7 @@ def _flops_below_trained(
     trained_layers = [match for match, parameter in layers if parameter.requires_grad]
     if not layers:
         return 0.0, 0, False
-    # Without a trained layer, the pass goes through all of them.
+    # Without a trained layer, the pass goes through all layers.
     first = min(trained_layers or [match for match, _ in layers], key=lambda match: int(match["number"]))
     first_layer_needs_gradient: list[bool] = []
 
@@ -271,7 +265,6 @@ def _flops_below_trained(
 
 
 def _first_number(config: Any, keys: Sequence[str]) -> int | None:
-    """Return the first of these fields that is an integer, or None."""
     return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), None)
 
 

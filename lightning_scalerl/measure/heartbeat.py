@@ -27,7 +27,7 @@ class MeterHeartbeat:
     Args:
         run_dir: directory of the run.
         meter: the meter; it is only read.
-        guard: called before each write; raises if another process has taken over the run, which ends the heartbeat.
+        guard: called before each write; raises if another process has taken over the run; the heartbeat then ends.
     """
 
     def __init__(self, run_dir: Path, meter: ComputeMeter, guard: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """Mechanism counters: the share of optimizer steps in which a variant's choice changed anything.
 
 There is one counter per axis on which a run differs from its recipe. `DesignChoice.differs` of the axis decides whether
-the run's choice had an effect in a step. Axes of credit and loss compare the tokens' weights in the update with the
-weights under the recipe's choice, on the same batch; a relative difference in norm above 1e-3 counts.
+the run's choice had an effect in a step. Axes that change advantages or the loss compare, on the same batch, the
+tokens' weights in the update (`update.terms.loss_weights`) under both choices. A relative difference in norm above 1e-3
+counts as an effect.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_scalerl.update.token_credit import token_credit
 from lightning_scalerl.update.trained import TrainedPolicy
 
 THRESHOLD = 1e-3
-# Threshold for rounding: far above the relative error of FP32, and far below that of BF16 (1e-3 in norm) and FP16
+# Threshold with `rounding`: far above the relative error of FP32, and far below that of BF16 (1e-3 in norm) and FP16
 # (2e-4).
 ROUNDING = 1e-5
 # Rollouts on which two precisions are compared at each step: about a hundredth of a usual batch.
@@ -136,8 +137,6 @@ def neutral_of(choice: DesignChoice | None) -> DesignChoice:
 
 @dataclass
 class _Step:
-    """Implementation of `choice.ObservedStep` for a run's stream and policy."""
-
     batch: TrainBatch
     trainer_logprobs: Tensor
     first_logprobs: Tensor
@@ -174,13 +173,14 @@ class _Step:
         if not self._has_inputs(other):
             # The recipe's choice needs a model that this run does not have, so the two choices certainly differ.
             return self.batch.rollouts > 0
-        # The twin is a batch of the same groups, credited with the recipe's choice on this axis.
+        # `twin` is a batch of the same groups, whose advantages are computed with the recipe's choice on this axis.
         device = self.trainer_logprobs.device
         twin = assemble(self.batch.groups, other, self.stream.max_new_tokens).to(device)
         logprobs = self._aligned(twin, self.trainer_logprobs.detach(), twin.generator_logprobs)
         # Rollouts that only the recipe's choice keeps were never scored by a model. The generator's log-probabilities
-        # replace the missing ones (a ratio of 1, a value of 0): accurate enough to see that these rollouts would count.
-        # The anchor is the policy before the first update, whose log-probabilities the first pass has computed.
+        # replace the missing ones (a ratio of 1, a value of 0): accurate enough to show that these rollouts would
+        # change the update. The anchor is the policy before the first update, whose log-probabilities the first pass
+        # has computed.
         twin.anchor_logprobs = self._aligned(twin, self.first_logprobs.detach(), twin.generator_logprobs)
         twin.reference_logprobs = self._aligned(twin, self.batch.reference_logprobs, twin.generator_logprobs)
         for name in ("values", "divergences"):

@@ -90,7 +90,7 @@ def _grouped(func: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted memory of a run in bytes, by part.
+    """Predicted memory of a run in bytes, by purpose (weights, gradients, ...).
 
     Attributes:
         device: bytes on each training device.
@@ -116,7 +116,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """Sizes of a model and of one of its passes, independent of the number of devices.
+    """Sizes of a model and of one of its training passes, independent of the number of devices.
 
     With tensor parallelism, `partners` ranks split each layer between them. All values except `parameters` and `cache`
     are for one of these ranks.
@@ -182,7 +182,7 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
             weights, trained = whole, whole // 4
             if isinstance(choices.adapter, LoRA):
                 frozen, trained = frozen_and_trained(model, choices.adapter)
-                # Activations are those of full training: a slight overestimate for an adapter.
+                # Activations are measured for full training, which slightly overestimates those with an adapter.
                 weights += 4 * trained - frozen * (4 - dtype.itemsize)
             if recipe.batch.recomputes(parameters) and can_recompute(model):
                 recompute(model, partial(_on_host_hooks, on_host) if recipe.batch.offload else None)
@@ -263,7 +263,6 @@ def _reference_bytes(kl: KL, measured: MeasuredModel) -> int:
 
 @lru_cache(maxsize=8)
 def _parameters_of(path: str) -> int:
-    """Return the number of parameters of a model, by its configuration."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in from_config(path)().parameters())
 

@@ -4,8 +4,8 @@ Before the first step, the generator samples a few rollouts with the initial wei
 second time, and with perturbed weights. Each time its log-probabilities must match the trainer's. This finds, before
 compute is spent, a layer whose weights never reach the generator.
 
-At later steps, rollouts that were sampled with this step's weights are compared directly, whether or not they carry
-credit. In async modes older weights may have sampled all rollouts. The generator then scores some of them again, if it
+At later steps, rollouts that were sampled with this step's weights are compared directly, whether they are in the loss
+or not. In async modes older weights may have sampled all rollouts. The generator then scores some of them again, if it
 holds the weights of this step.
 """
 
@@ -46,8 +46,8 @@ MEAN, P99 = "train/probe_gap_mean", "train/probe_gap_p99"
 class Scorer(Protocol):
     """Generator that can compute log-probabilities of existing completions.
 
-    If a generator's settings prevent this, its attribute `can_score` is false. If it has a method `score_all`, this is
-    called with several completions at once instead of `score`.
+    If a generator's settings prevent this, its attribute `can_score` is false. If it has a method `score_all`, that
+    method is called with several completions at once, instead of `score`.
     """
 
     @property
@@ -170,7 +170,7 @@ def logprob_gaps(
 ) -> Tensor:
     """Return |trainer's - generator's| log-probability (n,) under weights `version`; n may be 0.
 
-    Call it before the optimizer step. Rollouts of the batch are compared for free, with the step's own
+    Call it before the optimizer step. Rollouts of the batch are compared without another pass, by the step's own
     `trainer_logprobs`. If none of them were sampled by these weights, or the policy trains with dropout, a few rollouts
     are scored once more.
 

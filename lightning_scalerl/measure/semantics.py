@@ -1,4 +1,4 @@
-"""Resolved semantics of a run (every choice and default, versions, commit, seed), stored in `semantics.json`."""
+"""All settings of a run with defaults filled in, versions, commit and seed, stored in `semantics.json`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from sweeps.run import provenance
 from sweeps.run.journal import SEMANTICS_FILE
 from sweeps.run.spec import digest
 
-# Order in which credit is computed. The ScaleRL paper leaves open whether its filter comes before its normalization.
+# Order of the steps from rewards to advantages. The ScaleRL paper leaves open whether its filter comes before its
+# normalization.
 ORDER = ["reward", "length control", "filter", "advantage", "normalization", "truncated"]
 PACKAGES = ("lightning-scalerl", "torch", "lightning", "transformers", "numpy", "hydra-core")
 
 
 def resolved_semantics(module: Any) -> dict[str, Any]:
-    """Return everything that the names in a recipe resolve to, as plain values for `semantics.json`."""
+    """Return all settings of a run, with defaults filled in, as plain values for `semantics.json`."""
     return {
         **resolved_choices(module.recipe, module.choices),
         "departs_from_recipe_on": list(_changes_by_axis(module)),
@@ -152,7 +153,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_label(module: Any) -> str:
-    """Return the default label of a run: its recipe and the changes of the recipe, as in the labels of a study.
+    """Return the default label of a run: the recipe's name and the changes to the recipe, as in the labels of a study.
 
     Examples: `scalerl+loss=DAPO+loss.clip_high=0.5`, `scalerl+loss.max_ratio=4`.
     """
@@ -171,7 +172,6 @@ def _changes_by_axis(module: Any) -> dict[str, list[str]]:
 
 
 def _task_of(module: Any) -> dict[str, Any]:
-    """Return the task's class, its number of training prompts, and a digest of these prompts and its identity."""
     name, prompts, identity = module.continuation.run_settings["task"]
     return {"name": name, "prompts": len(prompts), "digest": digest(repr((prompts, identity)))}
 

@@ -1,4 +1,4 @@
-"""Metrics of one training step. Rates are sums over sums, never means of means."""
+"""Metrics of one training step. Each rate is a sum divided by a sum, never a mean of means."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ def step_metrics(
 
 
 def _reward_metrics(rollouts: Sequence[Rollout], choices: Choices) -> dict[str, float]:
-    """Return means over the rollouts that were graded."""
     staged = sum(rollout.staged for rollout in rollouts) / len(rollouts)
     return {
         "train/pass_rate": sum(rollout.correct for rollout in rollouts) / len(rollouts),
@@ -198,9 +197,9 @@ def staleness(rollouts: Sequence[Rollout], completed_steps: int) -> dict[str, fl
 
 
 def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choices) -> dict[str, float]:
-    """Return metrics of the weights before the update: entropy, gap between trainer and generator, KL, critic fit.
+    """Return metrics of the weights before the update: entropy, gap to the generator, KL, explained variance.
 
-    Importance ratios between trainer and generator are not truncated here. Without credited tokens there is no mean,
+    Importance ratios between trainer and generator are not truncated here. Without tokens in the loss there is no mean,
     and the metrics are left out: an entropy of 0 would look like a collapse.
     """
     tokens = batch.denominators.tokens
@@ -234,7 +233,7 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) over credited tokens; 0 for constant returns. Shapes: (R, T)."""
+    """Return 1 - Var(returns - values) / Var(returns) over tokens in the loss, (R, T); 0 for constant returns."""
     targets, predictions = returns[mask > 0].double(), values[mask > 0].double()
     if targets.numel() < 2 or not float(targets.var()) > 0:
         return 0.0
@@ -242,7 +241,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) -> dict[str, float]:
-    """Return metrics of the importance ratio in the loss, over all passes; empty without credited tokens."""
+    """Return metrics of the importance ratio in the loss, over all passes; empty without tokens in the loss."""
     clip, mean = Rate(), Rate()
     lowest, largest = math.inf, 0.0
     for one_pass in passes:

@@ -19,8 +19,8 @@ ROUNDING = 1e-9
 class TruncationAlarm:
     """Monitors the share of truncated completions over the last `WINDOW_STEPS` steps.
 
-    The level is 0 below 10%, 1 from 10% and 2 from 15%; until `WINDOW_STEPS` steps have been observed it is 0. It is
-    recorded with every step, and a rise is logged.
+    The level is 0 below 10%, 1 from 10% and 2 from 15%; until `WINDOW_STEPS` steps have been observed it is 0. The
+    level is recorded with every step, and an increase is logged.
     """
 
     def __init__(self) -> None:

@@ -4,5 +4,5 @@
 tokens; `packed`, `shared_prompt` and `chunked_head` make that cheaper with the same result. `chat` renders prompts,
 `save` exports.
 
-May import: `axes` and the modules of the lowest floor in tests/test_imports.py (`checks`, `rollouts`, ...).
+May import: `axes` and the modules of the lowest layer in tests/test_imports.py (`checks`, `rollouts`, ...).
 """

@@ -20,8 +20,8 @@ from lightning_scalerl.axes.adapter import ALL_LINEAR, Adapter, LoRA
 from lightning_scalerl.checks import ConfigurationError, error_line
 from lightning_scalerl.model.recompute import recompute_like
 
-# LoRA's A starts with the same numbers in every run, like the model's own weights. The run's random state is not
-# touched.
+# LoRA's A starts with the same numbers in every run, like the model's own weights. The run's random state does not
+# change.
 _SEED = 0
 _LORA = (".lora_A.", ".lora_B.")
 _MERGE = "or merge it and train all weights: model.merge_and_unload()"
@@ -92,18 +92,15 @@ def add_lora(
             f"{_list_linear_layers(model)}"
         )
     check_adapter(model)
-    # peft's wrapper is not used: it keeps a second copy of each module and hides an output head from other code.
+    # peft's own `modules_to_save` is not used: it keeps a second copy of each module and hides an output head from
+    # other code.
     for module in saved_modules:
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
 
 
 def _modules_to_save(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules whose names end in one of `names` and that contain weights directly.
-
-    Raises:
-        ConfigurationError: a name matches no module, or a linear layer, which belongs in `targets`.
-    """
+    """Return the modules whose names end in one of `names` and that contain weights directly."""
     linear, model_name = {*_linear_layers(model)}, type(model).__name__
     candidates = {
         name: module
@@ -134,11 +131,7 @@ def _ends_in(name: str, end: str) -> bool:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Check the targets and return them as a list.
-
-    Raises:
-        ConfigurationError: a target matches no module, or a module that is not a linear layer of the model's body.
-    """
+    """Return the targets as a list, or raise a ConfigurationError if one is not a linear layer of the model's body."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     for target in targets:
         matches = {name: module for name, module in model.named_modules() if _ends_in(name, target)}
@@ -176,11 +169,6 @@ def _list_linear_layers(model: nn.Module) -> str:
 
 
 def _peft() -> Any:
-    """Import and return the package peft.
-
-    Raises:
-        ConfigurationError: it is not installed.
-    """
     try:
         import peft
     except ImportError as error:
@@ -216,7 +204,7 @@ def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
 
 
 def modules_saved(model: nn.Module) -> list[str]:
-    """Return the names of the modules of an adapted model whose weights are trained in addition to the adapter.
+    """Return the names of an adapted model's modules that are trained in addition to the adapter.
 
     If such a weight is tied, the names of all modules that share it are returned.
     """
@@ -229,7 +217,6 @@ def modules_saved(model: nn.Module) -> list[str]:
 
 
 def _is_from_peft(model: nn.Module) -> bool:
-    """Return whether a model's class comes from peft, such as `PeftModel`."""
     return any(base_class.__module__.partition(".")[0] == "peft" for base_class in type(model).__mro__)
 
 
@@ -336,7 +323,7 @@ def _active(layer: Any) -> str:
 
 
 class _LowPrecisionLinear(nn.Linear):
-    """Linear layer whose weights may be stored in a smaller type than that of its input."""
+    """Linear layer whose weights may be stored in fewer bits than its input has."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return W x + b in autocast's type, or in the input's type without autocast."""

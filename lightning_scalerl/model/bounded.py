@@ -78,7 +78,7 @@ def bounded(work: Callable[[T], str], items: Sequence[T]) -> Iterator[str]:
 
 
 class BoundedWorker(Generic[T]):
-    """Does the same as `bounded` in one child process for all calls, because a fork takes time.
+    """Does what `bounded` does, in one child process for all calls, because a fork takes time.
 
     Args:
         work: function that turns an item into a text; items must be picklable.
@@ -140,7 +140,6 @@ def _end_child(child: BaseProcess, connection: Connection[Any, Any]) -> None:
 
 
 def _serve(parent: int, connection: Connection[Any, Any], work: Callable[[T], str]) -> NoReturn:
-    """Do the work on items until the parent closes the connection."""
     try:
         die_with_parent(parent)
         # Close the parent's pipes and locks: if copies stayed open here, other processes would not see that the parent

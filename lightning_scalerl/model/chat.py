@@ -101,14 +101,13 @@ class Rendering:
         # The id is needed if the marker is a special token, because decoding then drops it from the text.
         self._marker_id = marker_id if isinstance(marker_id, int) and marker_id != tokenizer.unk_token_id else None
         self._template = self._choose_template()
-        # Maps a prompt's digest to whether the rendered prompt opens the thinking. If it does, a completion without the
-        # marker has no answer yet.
+        # Maps a prompt's digest to whether the rendered prompt ends by opening the thinking (`<think>`). If it does, a
+        # completion without the marker has no answer yet.
         self._opening: dict[bytes, bool] = {}
         # Maps a prompt to the schemas of the tools that its template shows.
         self.tools_of: Callable[[Prompt], Sequence[Mapping[str, Any]]] = _no_tools
 
     def _choose_template(self) -> str | None:
-        """Return the Jinja template for prompts; None for plain text."""
         chat = self.chat
         template: str | None = None
         if chat.template == "auto":
@@ -127,7 +126,7 @@ class Rendering:
         return template
 
     def to_save(self) -> Any:
-        """Return the tokenizer to save with the model, which includes the chat template of training."""
+        """Return the tokenizer to save with the model, with the chat template that training used."""
         if self._template is None or self.chat.template == "auto":
             return self.tokenizer
         tokenizer = copy.copy(self.tokenizer)
@@ -160,7 +159,7 @@ class Rendering:
         return self.texts([prompt])[0]
 
     def texts(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return the texts that the model reads. The template is untrusted, so it runs in a limited process.
+        """Return the texts that the model reads. The template is untrusted, so it runs in a process with limits.
 
         Raises:
             ConfigurationError: the template refuses a conversation or exceeds a limit, or there is a conversation and
@@ -184,12 +183,11 @@ class Rendering:
             ) from error
 
     def _render(self, prompt: Prompt) -> str:
-        """Run the template on one prompt."""
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         return self.conversation(messages, self.tools_of(prompt))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Run the template on a conversation that the model continues. Call it under `bounded`.
+        """Render a conversation that the model continues. Call this by `bounded`, because templates are untrusted.
 
         Args:
             messages: the conversation.
@@ -239,7 +237,8 @@ class Rendering:
         if not len(tokens) == len(opening) == len(prompts):
             began = time.perf_counter()
             texts = self.texts(prompts)
-            # Tasks check the rows of their files. These texts may also come from a task of the user or from `predict`.
+            # Tasks check only the rows of their files, but these texts may also come from a user's task or from
+            # `predict`.
             for prompt, text in zip(prompts, texts, strict=True):
                 if (reason := lone_surrogate(text)) is not None:
                     raise ConfigurationError(f"task: prompt {prompt.prompt_id!r}: {reason}")
@@ -284,7 +283,7 @@ class Rendering:
         bare: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         bos, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if self._template is not None:
-            # A second BOS comes from a message that had already been rendered.
+            # Drop a second BOS, which comes from a message that had already been rendered.
             return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in bare]
         # A tokenizer that adds nothing to "a" adds nothing to any text.
         if self.tokenizer("a")["input_ids"] == self.tokenizer("a", add_special_tokens=False)["input_ids"]:
@@ -358,7 +357,6 @@ class Rendering:
         return text[: min(ends)] if ends else text
 
     def _answer(self, prompt: Prompt, tokens: Sequence[int], completion: str) -> str:
-        """Return the text after the end of thinking; empty if thinking has started and not ended."""
         if self.marker in completion:
             return completion.rpartition(self.marker)[2]
         if self._marker_id is not None and self._marker_id in tokens:
@@ -376,7 +374,6 @@ class Rendering:
 
 
 def _no_tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-    """Return no tools: the default of `Rendering.tools_of`, without environments."""
     return ()
 
 

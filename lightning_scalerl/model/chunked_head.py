@@ -79,8 +79,6 @@ def chunked_scores(
 
 
 class _Scores(torch.autograd.Function):
-    """Autograd function of `chunked_scores`."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -23,7 +23,7 @@ class WeightFiles:
     """Weights of a model in its folder.
 
     Attributes:
-        file_of: for each tensor in the folder, by name, its file.
+        file_of: file of each tensor in the folder, by the tensor's name.
         names: for each weight of the model, the name of its tensor in the folder; tied weights share one tensor.
         in_bf16: whether weights are rounded to BF16 values when they are read, for a run that stores BF16 values.
     """
@@ -84,7 +84,6 @@ def _folder(path: str) -> Path:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in a folder of safetensors."""
     if (folder / _INDEX_FILE).is_file():
         index = json.loads((folder / _INDEX_FILE).read_text())["weight_map"]
         return {str(name): folder / str(file) for name, file in index.items()}
@@ -100,8 +99,8 @@ def _names(model: nn.Module, file_of: Mapping[str, Path]) -> dict[str, str] | st
     """Map each weight of a model to its tensor's name in the folder; return the reason if there is no such mapping."""
     weights: Mapping[str, Tensor] = model.state_dict()
     tied_groups = _tied_names(model)
-    # transformers unties weights that the folder contains twice with different values; only reading both would show
-    # whether they differ.
+    # transformers unties weights that the folder contains twice with different values. Only reading both would show
+    # whether they differ, so give up.
     if tied_groups != _tied_names(blank_copy(model)):
         return "its folder has tied weights twice"
     names: dict[str, str] = {}

@@ -83,11 +83,7 @@ def converted(file: Path) -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write a GGUF file's model and tokenizer into a folder.
-
-    Raises:
-        ConfigurationError: the package gguf is missing, or transformers cannot convert the file.
-    """
+    """Write a GGUF file's model and tokenizer into a folder, or raise a ConfigurationError."""
     if find_spec("gguf") is None:
         raise ConfigurationError(
             f"model.path: {str(file)!r} is read by the package gguf, which is not installed; pip install gguf"
@@ -123,7 +119,6 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _describe_file(file: Path) -> dict[str, Any]:
-    """Return a file's architecture, and the number of its tensors by type."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)

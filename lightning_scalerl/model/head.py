@@ -128,9 +128,9 @@ def scores_in_parts(
 ) -> tuple[Tensor, Tensor]:
     """Compute `token_scores` if each rank has a part of the vocabulary; no rank computes all logits.
 
-    The ranks reduce the largest logit, the sum of exponentials, the target's logit, and for the entropy the sum of
-    exponentials times logits. `weight` and `bias` come from `local_weights`. A caller that works in chunks should call
-    `local_weights` only once, because each call creates another gradient tensor.
+    For each token, the ranks reduce the largest logit, the sum of exponentials, the target's logit and, for the
+    entropy, the sum of exponentials times logits. `weight` and `bias` come from `local_weights`. A caller that works in
+    chunks should call `local_weights` only once, because each call creates another gradient tensor.
     """
     head: Any = output_head(model)
     mesh = head.weight.device_mesh

@@ -31,7 +31,7 @@ SAME_IN_16_BIT = 3e-2
 
 
 class RowMask(Tensor):
-    """Attention mask (1, 1, N, N) without data that makes torch compute causal attention row by row.
+    """Attention mask (1, 1, N, N) that has no data and makes torch compute causal attention row by row.
 
     As a tensor it passes through any model to `scaled_dot_product_attention`, where `__torch_function__` replaces the
     call. A model that reads the mask's values sees everything masked. Its states then differ from those of padded rows,

@@ -49,12 +49,13 @@ class Policy(nn.Module):
         self.model = model
         self.precision = precision
         self.temperature = temperature
-        # Semantics of the adapter: those of the design choice, or `described` for an adapter that came with the model.
+        # Parameters of the adapter: `semantics()` of the design choice, or `described` for an adapter that came with
+        # the model.
         self.adapter: Mapping[str, Any] | None = None
         # Whether rows are packed (`model.packed`). True if the recipe asks for it and the model supports it
         # (`session.models`).
         self.packs = False
-        # Whether the model has been tried on a few tokens (`session.trials`).
+        # Whether the model has been checked on a few tokens (`session.trials`).
         self.tried = False
         self._shares: bool | None = None
         # With a sharded policy, all ranks must make the same forward calls. `agree` returns whether all of them can
@@ -164,7 +165,7 @@ class Policy(nn.Module):
         return torch.cat([checkpoint(divergence, *piece, use_reentrant=False) for piece in pieces])
 
     def logits(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return logits (N, V) at the policy's temperature from states before the head, multiplied in `dtype`."""
+        """Return logits (N, V) / temperature from states before the head; the head's product is in `dtype`."""
         weights = head_weights(self.model)
         assert weights is not None, "a head that is split over the vocabulary"
         return head_logits(self.model, hidden, *weights, dtype) / self.temperature

@@ -56,7 +56,6 @@ def recompute_like(model: nn.Module, reference: nn.Module) -> None:
 
 
 def _checkpoint_with_hooks(hooks: Hooks, function: Callable[..., Any], *args: Any) -> Any:
-    """Checkpoint a layer, with its inputs saved by `hooks`."""
     # The hooks see only the checkpoint's inputs: `checkpoint` has hooks of its own for tensors inside its function.
     with hooks():
         return checkpoint(function, *args, use_reentrant=False)

@@ -127,7 +127,6 @@ def _write_weights(blank: Any, weight: Callable[[str], Tensor], folder: Path, ma
     )
 
     def fetch(names: list[str]) -> dict[str, Tensor]:
-        """Return the tensors to save for these weights of the model."""
         parts: dict[str, Tensor] = revert_weight_conversion(
             blank, {name: weight(name).to(weights[name].dtype) for name in names}
         )
@@ -204,7 +203,7 @@ def check_dtype(dtype: str) -> None:
 def _atomic_folder(target: Path) -> Iterator[tuple[Path, Path]]:
     """Yield a temporary folder to fill and the target, which it becomes if the `with` block ends without an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Create it next to the target and so on the same file system, where renaming is atomic.
+    # Create it next to the target, because renaming is atomic only within a file system.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         yield unfinished, target

@@ -94,7 +94,7 @@ def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
     frozen = {id(parameter) for parameter in root.parameters() if not parameter.requires_grad}
     parallelize_module(root, mesh, _styles(root, mesh.size()), src_data_rank=None)
     for original, uses in owners.items():
-        # torch has made new parameters: restore tied weights and frozen flags.
+        # torch has made new parameters, so restore tied weights and `requires_grad`.
         new_parameters: list[Any] = [module._parameters[name] for module, name in uses]
         assert all(parameter.placements == new_parameters[0].placements for parameter in new_parameters)
         new_parameters[0].requires_grad_(original not in frozen)
@@ -130,11 +130,7 @@ def narrow(model: nn.Module, size: int) -> None:
 
 
 def _styles(root: nn.Module, size: int) -> dict[str, ParallelStyle]:
-    """Return the style of each layer with weights, by its name in `root`.
-
-    Raises:
-        ConfigurationError: the plan is missing, or does not cover the model.
-    """
+    """Return the style of each layer with weights, by its name in `root`."""
     owner: tuple[str, Any] = next((name, module) for name, module in root.named_modules() if hasattr(module, "tp_plan"))
     prefix, model = f"{owner[0]}." if owner[0] else "", owner[1]
     plan: dict[str, str] = {f"{prefix}{name}": style for name, style in (model.tp_plan or {}).items()}

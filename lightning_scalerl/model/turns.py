@@ -20,12 +20,12 @@ Message = Mapping[str, Any]
 # Messages of the example conversation. No message is part of another, so that a search for one finds only this one.
 _QUESTION, _THOUGHT, _ANSWERS = "How many?", "Let me see.", ("First one.", "Second one.", "Third one.")
 _REPLIES = (("Alpha.",), ("Beta.", "Gamma."), ("Delta.",))
-# Number of characters of a text that an error shows.
+# Number of characters of a rendering that an error message quotes.
 _SHOWN = 60
 
 
 class Turns:
-    """Renders the texts between turns with the chat template of a rendering.
+    """Renders the texts between turns with the chat template of a `Rendering`.
 
     Args:
         rendering: tokenizer and chat settings.
@@ -52,11 +52,7 @@ class Turns:
             raise
 
     def _try_template(self, template: str, example: str) -> None:
-        """Check the template on an example conversation, and keep the model's first turn of it.
-
-        Raises:
-            ConfigurationError: see the class.
-        """
+        """Check the template on an example conversation, whose first model turn `following` uses again."""
         rendering, tools = self._rendering, self._tools
         opening = rendering.marker.replace("</", "<", 1)
         # If the template has no `<think>`, assume that its model does not think: a thought would be ordinary text.
@@ -119,11 +115,7 @@ class Turns:
         self._worker.close()
 
     def _check(self, answers: Sequence[str], first_prompt: str) -> None:
-        """Check on an example that the rendering up to each turn is the beginning of the rendering up to the next turn.
-
-        Raises:
-            ConfigurationError: the template rewrites earlier turns, or the text after a turn depends on earlier turns.
-        """
+        """Check on an example that the rendering up to a turn is the beginning of that up to the next turn."""
         messages = [_user(_QUESTION)]
         conversations = []
         for answer, texts in zip(answers, _REPLIES, strict=True):
@@ -151,7 +143,6 @@ class Turns:
             )
 
     def _refuse(self, expected: str, actual: str, problem: str) -> None:
-        """Raise the error for two renderings that differ, with the first position at which they do."""
         position = next((at for at, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), len(actual))
         expected_excerpt = expected[position : position + _SHOWN]
         marker = self._rendering.marker
@@ -174,7 +165,7 @@ class Turns:
         ]
 
     def _render(self, conversations: Sequence[Sequence[Message]], description: str) -> list[str]:
-        """Run the template, which is untrusted, in a limited process."""
+        """Run the template, which is untrusted, in a process with limits."""
         try:
             return self._worker(conversations)
         except BoundedError as error:

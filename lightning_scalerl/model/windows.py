@@ -50,7 +50,8 @@ def _triangle(tokens: int) -> int:
 def attention_windows(config: Any) -> tuple[Window, ...]:
     """Return the attention windows of a language model's layers; empty if all layers attend to everything.
 
-    If a configuration does not list the types of its layers (Mistral, Mixtral, Phi-3), all layers have its window.
+    If a configuration does not list the types of its layers (Mistral, Mixtral, Phi-3), all layers have the configured
+    window.
 
     Args:
         config: configuration of the language model (`head.text_config`).

@@ -1,4 +1,4 @@
-"""Records of the data path: prompts (`prompt`), rollouts, groups and batches (`rollout`), samples to grade (`grade`).
+"""Data classes: prompts (`prompt`), rollouts, groups and batches (`rollout`), samples to grade (`grade`).
 
 Only `rollout` needs torch.
 """

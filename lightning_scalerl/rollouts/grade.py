@@ -64,15 +64,16 @@ class Grade:
     """Result of a grader for one completion: a reward, or an abstention.
 
     Attributes:
-        reward: a finite number, usually 0 to 1; None to abstain, as if the completion had not been sampled.
+        reward: a finite number, usually 0 to 1; None for an abstention: the completion then counts as if it had not
+            been sampled.
         parts: components of the reward and other numbers to record, by name.
         why: reason for an abstention, as text for the user.
         correct: whether the completion counts as a pass; None to derive it from the reward.
         extra: texts to record with the completion (`rollouts.jsonl`), by name.
         terms: weighted terms of a sum of several rewards, by name; empty for a single reward.
         answer: the answer in the completion, normalized so that equal answers are equal texts; "" if the completion has
-            no answer; None if the grader does not return answers. It matters only for wrong answers, because all right
-            answers are equal (`sweeps.run.pass_at_k`).
+            no answer; None if the grader does not return answers. maj@k (`sweeps.run.pass_at_k`) reads only those of
+            wrong completions.
         charges: costs of the judges that were asked.
     """
 
@@ -94,7 +95,7 @@ class Grader(Protocol):
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Grade one completion. An exception counts as an infrastructure error, never as a reward of 0."""
+        """Grade one completion. An exception counts as an error of the infrastructure, never as a reward of 0."""
         ...
 
 
@@ -126,7 +127,7 @@ class Outcome:
         reward: reward of a score; 0 otherwise.
         parts: see `Grade`.
         why: reason for an abstention or error, in one line.
-        seconds: grading time of all attempts together.
+        seconds: time spent on grading, summed over all attempts.
         attempts: number of attempts.
         correct, extra, terms, answer: see `Grade`.
         charges: costs of judges in all attempts, including failed attempts.

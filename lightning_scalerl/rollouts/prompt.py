@@ -1,4 +1,4 @@
-"""The prompt record. It has a module of its own so that verifier processes can import it without torch."""
+"""Data class of a prompt, in a module of its own, so that verifier processes can import it without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Columns that open a prompt's environment: the first selects it, the second is its seed. They are always kept.
+# Columns of a data row from which a prompt's environment is created: its name and its seed. `Prompt.columns` always
+# keeps them.
 OPENING_COLUMNS = ("environment", "seed")
 
 
@@ -28,7 +29,7 @@ class Prompt:
             row has no label.
         opening: row, seed and first observation of the prompt's environment; None without an environment.
         solution: a completion that is known to be right, for its log-likelihood at evaluations; empty if there is none.
-        copy_of: id of the prompt that this one repeats, which is retired together with it; "" if it is no copy.
+        copy_of: id of the prompt that this one is a copy of; "" if none. Both are retired together.
     """
 
     prompt_id: str

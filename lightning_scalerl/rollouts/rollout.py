@@ -1,4 +1,4 @@
-"""Records of the data path: Prompt -> Rollout -> Group -> TrainBatch.
+"""Data classes from prompt to training batch: Prompt -> Rollout -> Group -> TrainBatch.
 
 Sizes in shapes: P groups (prompts) per batch, G rollouts per prompt, R rollouts per batch, T completion tokens, S
 prompt + completion tokens.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_scalerl.rollouts.prompt import Prompt
 
-# A rollout's per-token lists, and the types that store them without loss.
+# A rollout's per-token lists, and the NumPy types that store them exactly.
 _PER_TOKEN = {
     "tokens": np.int32,
     "weight_versions": np.int32,
@@ -51,14 +51,14 @@ class Conversation:
 
     Attributes:
         starts: index of the first token of each of the model's turns in the completion.
-        rewards: the environment's reward of each turn; the final reward is added to that of the last turn.
-        rewarded: whether the environment has given any reward. In text form also True if a limit ended the conversation
-            before a step gave one: the sum of its rewards is 0.
+        rewards: the environment's reward of each turn; the last entry includes the final reward.
+        rewarded: whether the environment has given any reward. With an environment in text form (`environment.forms`)
+            also True if a limit ended the conversation before any step gave a reward; the reward is then 0.
         scale: factor from `rewards` to the training reward; 0 if a verifier grades the rollout.
         calls: number of tool calls, malformed ones included.
         malformed: number of calls that could not be read.
         raised: number of calls whose tool raised an exception.
-        cut: number of characters that were cut off observations.
+        cut: number of characters removed from observations that were too long.
         failed: why the environment failed; "" if it did not.
         environment: name of the environment, if there are several.
         info: numbers that the environment reported last, by name.
@@ -124,12 +124,12 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Return True if the completion hit the token limit."""
+        """True if the completion hit the token limit."""
         return self.finish_reason == "length"
 
     @property
     def length(self) -> int:
-        """Number of the completion's tokens, not counting an environment's; length control uses this number."""
+        """Number of tokens of the completion, without those from an environment. Length control uses this number."""
         return len(self.tokens) - self.sources.count(Source.ENVIRONMENT)
 
     @property
@@ -152,7 +152,7 @@ class Rollout:
 
     @property
     def by_source(self) -> list[tuple[Source, int, int]]:
-        """Return (source, start, end) of each maximal run of tokens with the same source, in order."""
+        """(source, start, end) of each maximal run of tokens with the same source, in order."""
         runs, start = [], 0
         for source, tokens in groupby(self.sources):
             end = start + sum(1 for _ in tokens)
@@ -162,7 +162,7 @@ class Rollout:
 
     @property
     def spans(self) -> list[Span]:
-        """Return the maximal runs of tokens with the same source and weight version, in order."""
+        """The maximal runs of tokens with the same source and weight version, in order."""
         spans, start = [], 0
         for (source, version), tokens in groupby(zip(self.sources, self.weight_versions, strict=True)):
             end = start + sum(1 for _ in tokens)
@@ -184,7 +184,8 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         name: torch.from_numpy(np.fromiter(chain.from_iterable(getattr(rollout, name) for rollout in rollouts), kind))
         for name, kind in _PER_TOKEN.items()
     }
-    # Store two masks instead of the sources, the second one only if needed, as checkpoints of earlier versions did.
+    # Checkpoints of earlier versions contain two masks instead of the sources, so store masks. The second is stored
+    # only if an environment gave tokens.
     sources = per_token.pop("sources")
     per_token["forced"] = sources == Source.FORCED
     if (environment := sources == Source.ENVIRONMENT).any():
@@ -243,14 +244,14 @@ def unpacked(state: dict[str, Any]) -> list[Rollout]:
 
 @dataclass
 class Group:
-    """All rollouts of one prompt, which are admitted, rewarded and credited together.
+    """All rollouts of one prompt, which are sent to the generator and rewarded together.
 
     Attributes:
-        admission: number of the group in order of admission, from 0; unique within a run.
+        admission: number of the group, from 0, in the order in which groups are sent to the generator ("admitted").
         prompt: the prompt.
         prompt_tokens: token ids of the prompt.
         rollouts: the rollouts with a score.
-        history: pass rates of the prompt's earlier groups that were complete when this group was admitted.
+        history: pass rates of those earlier groups of the prompt that were complete when this group was admitted.
         ungraded: the rollouts without a score, which are ignored in training and in pass rates.
     """
 
@@ -268,7 +269,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Return the smallest weight version that sampled any token of the group."""
+        """Smallest version of the weights that sampled any token of the group."""
         return min(min(rollout.weight_versions) for rollout in self.sampled)
 
     @property
@@ -278,7 +279,7 @@ class Group:
 
     @property
     def comparable(self) -> bool:
-        """Return whether enough rollouts have a score: at least two if any could not be graded, else at least one."""
+        """True if enough rollouts have a score: at least two if any could not be graded, else at least one."""
         return len(self.rollouts) >= (2 if self.ungraded else 1)
 
     @property
@@ -302,11 +303,11 @@ class Denominators:
     They are never recomputed for a rank or micro-batch, so any split of a batch gives the same gradient.
 
     Attributes:
-        prompts: groups that carry credit.
-        samples: rollouts that carry credit.
-        tokens: tokens that carry credit.
+        prompts: number of groups with a rollout in the loss.
+        samples: number of rollouts in the loss.
+        tokens: number of tokens in the loss.
         max_tokens: the completion limit.
-        scored_samples: all rollouts of the step that have a score, with or without credit. An abstention has no score.
+        scored_samples: number of all rollouts of the step with a score, in the loss or not. An abstention has no score.
     """
 
     prompts: float
@@ -335,20 +336,20 @@ class TrainBatch:
 
     Attributes:
         tokens: (R, S) int64, prompt then completion, left-aligned and padded on the right.
-        lengths: (R,), tokens of prompt and completion.
-        completion_start: (R,), tokens of the prompt.
+        lengths: (R,), number of tokens of prompt and completion.
+        completion_start: (R,), number of tokens of the prompt.
         generator_logprobs: (R, T).
         weight_versions: (R, T).
-        loss_mask: (R, T), 1 for sampled tokens that carry credit.
+        loss_mask: (R, T), 1 for the tokens in the loss.
         forced_mask: (R, T), 1 for inserted tokens, which are forced or come from an environment.
         advantages: (R, T).
-        sample_tokens: (R,), loss-mask tokens of the rollout.
-        group_tokens: (R,), loss-mask tokens of the rollout's whole group.
+        sample_tokens: (R,), number of the rollout's tokens in the loss mask.
+        group_tokens: (R,), the same number for the rollout's whole group.
         row: (R,), the rollout's index in the flattened `groups`.
         rewards: (R,), rewards that are trained on.
         pass_rates: (R,), mean pass rate of the prompt's groups so far, including this one.
-        denominators: counts over the whole batch, also in a micro-batch.
-        groups: all groups of the batch, with or without credit.
+        denominators: divisors for the whole batch, also in a micro-batch.
+        groups: all groups of the batch, also those that are not in the loss.
         anchor_logprobs: (R, T), the trainer's log-probabilities before the update; None if no choice needs them.
         reference_logprobs: (R, T), log-probabilities of the frozen reference; None if axis `kl` does not need them.
         divergences: (R, T), KL(policy, reference) over the vocabulary, without gradient; None if it is not computed.
@@ -386,11 +387,11 @@ class TrainBatch:
 
     @property
     def rollouts(self) -> int:
-        """Number R of rollouts that carry credit."""
+        """Number R of rollouts in the loss."""
         return int(self.tokens.shape[0])
 
     def select(self, rows: Tensor) -> TrainBatch:
-        """Return the rollouts `rows` as a batch, as wide as the longest of them; denominators stay global."""
+        """Return a batch of these rows, as wide as the longest of them, with unchanged denominators."""
         values: dict[str, Any] = {}
         width = int(self.lengths[rows].max()) if rows.numel() else 0
         completion = int((self.lengths[rows] - self.completion_start[rows]).max()) if rows.numel() else 0
@@ -423,7 +424,7 @@ class TrainBatch:
         """Yield the row numbers of micro-batches of at most this size.
 
         Rows of a group are adjacent, so that they can share the forward pass of their prompt. Groups are sorted by
-        length, so that little is padding. Packed rows fill a pass in the same order.
+        length, so that there is little padding.
         """
         order = torch.argsort(self.lengths, descending=True, stable=True)
         if self.group is not None and self.rollouts:
@@ -468,7 +469,7 @@ BEFORE_UPDATE = ("advantages", "anchor_logprobs", "reference_logprobs", "diverge
 def zero_outside(mask: Tensor, table: Tensor) -> Tensor:
     """Return `table` with 0 outside the mask, even where it holds NaN or infinity. Shapes: both (R, T).
 
-    Call it before any arithmetic: multiplying by a mask of 0 keeps a NaN, in the value and in the gradient.
+    Call this before any arithmetic: a NaN multiplied by a mask of 0 stays NaN, in the value and in the gradient.
     """
     return torch.where(mask > 0, table, 0.0)
 
@@ -490,7 +491,7 @@ class Scored:
     def zero_outside_mask(self) -> Scored:
         """Return a copy with 0 outside the loss mask, in the models' outputs and in the batch's per-token tensors.
 
-        Every computation on credited tokens starts from this copy, so that no value of an inserted or masked token
+        Every computation on tokens in the loss starts from this copy, so that no value of an inserted or masked token
         (such as NaN) can reach it.
         """
         batch, mask = self.batch, self.batch.loss_mask
@@ -512,9 +513,9 @@ Part = tuple[TrainBatch, Tensor, Tensor]
 
 
 def whole(batch: TrainBatch, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Assemble the batch's log-probabilities and entropies (R, T) from its parts; rows without a part are zero."""
+    """Assemble a batch's log-probabilities and entropies (R, T) from micro-batches; rows in none of them are zero."""
     logprobs, entropies = torch.zeros_like(batch.generator_logprobs), torch.zeros_like(batch.generator_logprobs)
-    # `row` identifies a rollout in batch and parts, but need not be sorted in the batch.
+    # `row` identifies a rollout in the batch and in micro-batches, but need not be sorted in the batch.
     order = torch.argsort(batch.row)
     for micro_batch, part_logprobs, part_entropies in parts:
         rows = order[torch.searchsorted(batch.row[order], micro_batch.row)]

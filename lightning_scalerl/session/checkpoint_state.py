@@ -59,7 +59,7 @@ def save_state(
     records: Records,
     identity: dict[str, Any],
 ) -> None:
-    """Save the state of rank 0's data path and the random state of the other ranks. All ranks call it."""
+    """Add the run's state to a checkpoint. All ranks call it, because their random states are saved too."""
     _, *others = models.ranks.gather(TorchRandomState().state_dict())
     if path is None:
         return
@@ -78,7 +78,7 @@ def load_state(
     records: Records,
     from_parent: bool = False,
 ) -> None:
-    """Restore the run. A rank that the saved run did not have keeps its fresh random state.
+    """Restore the run's state from a checkpoint. A rank that the saved run did not have keeps its fresh random state.
 
     `from_parent`: whether the checkpoint belongs to the parent that this run branches from.
     """
@@ -87,7 +87,7 @@ def load_state(
     if update is not None:
         updates.load_state_dict(update)
         models.restore_reference(update.get("reference"))
-        shard_models(models)  # the reference may just have been loaded whole
+        shard_models(models)  # `restore_reference` may just have loaded the whole reference
     if path is not None:
         path.restore(checkpoint["scalerl"], from_parent)
         return
@@ -101,7 +101,7 @@ def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module,
 
     Args:
         checkpoint: the checkpoint; a critic's weights are dropped from it if the models have no critic.
-        models: the models. If only weights are loaded, the policy gets the adapter that the run's callback chose.
+        models: the models. If only weights are loaded, the policy gets the adapter that the run was trained with.
         root: the module that has policy and critic as children.
         ckpt_path: path of the checkpoint; None if there is no Trainer.
         in_fit: True if the run continues, False if only its weights are loaded.
@@ -132,7 +132,8 @@ def steps_of(checkpoint: Mapping[str, Any]) -> int:
 def identity_of(trainer: Any, run: Run, run_settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the identity stored in checkpoints: the run's name in its study (if any), title, recipe, seed, choices.
 
-    The title is the label in the run's journal. With `run_settings` (of `Continuation`), also settings and prompts.
+    The title is the label in the run's journal. With `run_settings` (see `Continuation`), the identity also has
+    settings and prompts.
     """
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
     logged = logs[0].identity if logs else {}
@@ -150,10 +151,7 @@ def identity_of(trainer: Any, run: Run, run_settings: Mapping[str, Any] | None =
 
 
 def _settings(run: Run, run_settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings and the digest of the prompts that decide what the run learns.
-
-    Empty without `run_settings`.
-    """
+    """Return the settings and the digest of prompts that decide what the run learns; empty without `run_settings`."""
     if run_settings is None:
         return {}
     resolved = resolved_choices(run.recipe, run.choices)
@@ -163,8 +161,7 @@ def _settings(run: Run, run_settings: Mapping[str, Any] | None) -> dict[str, Any
         for name, value in resolved.get(group, {}).items()
         if names is None or name in names
     }
-    # Of the task, include only the prompts: after an error in a reward function, the run may continue with a corrected
-    # one.
+    # Include only the task's prompts, not its reward functions: a run may continue after an error in one was corrected.
     _, prompts, _ = run_settings["task"]
     return {**settings, "prompts": prompts}
 
@@ -183,13 +180,13 @@ def branches_from(identity: Mapping[str, Any], checkpoint: Mapping[str, Any]) ->
 
 
 def _comparable_value(identity: Mapping[str, Any], key: str) -> Any:
-    """Return a value of an identity, without `+axis=choice`, which earlier versions appended to the recipe's name."""
+    """Return an identity's value. Of a recipe's name, leave out the `+axis=choice` that earlier versions appended."""
     value = identity.get(key)
     return str(value).partition("+")[0] if key == "recipe" else value
 
 
 def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path: Any) -> None:
-    """Refuse a checkpoint without a run, or of a run that is neither this run nor the parent that it branches from.
+    """Refuse a checkpoint that has no run, or whose run is neither this run nor this run's parent (`branches_from`).
 
     A checkpoint without identity, from an earlier version, is accepted.
 
@@ -234,12 +231,9 @@ def check_run(identity: dict[str, Any], checkpoint: Mapping[str, Any], ckpt_path
 
 
 def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_path: Any) -> None:
-    """Refuse other settings or prompts than those of the checkpoint's run.
+    """Refuse settings or prompts other than those of the checkpoint's run.
 
     Only settings that both runs have are compared, because checkpoints of earlier versions lack some.
-
-    Raises:
-        ConfigurationError: a setting differs.
     """
     changed = [text for key in settings if key in saved for text in _differences(key, saved[key], settings[key])]
     if not changed:
@@ -251,7 +245,7 @@ def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_
 
 
 def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
-    """Yield a text for each difference between two values of a setting; names that only one of them has are skipped."""
+    """Yield a text for each difference between two values of a setting; names that only one mapping has are skipped."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for name in sorted(saved.keys() & now.keys() - _BY_CONTENT):
             yield from _differences(f"{key}.{name}", saved[name], now[name])

@@ -47,7 +47,7 @@ class Continuation:
         return True
 
     def require_checkpoint_after_failure(self, ckpt_path: Any) -> None:
-        """Refuse a new fit after a failed one without a checkpoint.
+        """Refuse to fit again after a failed fit, unless a checkpoint is given.
 
         Raises:
             ConfigurationError: the last fit of this module failed, and no checkpoint is given to continue from.

@@ -1,4 +1,4 @@
-"""Data path of a fit: all parts that produce a batch, and the checks on them. Only rank 0 has one.
+"""Data path of a fit: all objects that produce training batches. Only rank 0 has one.
 
     task -> prompts -> rollout stream <- driver <- generator, verifiers
                                            |
@@ -28,14 +28,16 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 
 
 class DataPath:
-    """Parts of a run before and after the training step; `state` registers what a checkpoint must contain.
+    """Objects of a run that produce batches and receive the trained weights. `state` registers those that a checkpoint
+    saves.
 
     Args:
         stage: choices and models of the fit.
         meter: compute meter of the fit.
 
     Raises:
-        ConfigurationError: prompts, verifiers, generator or driver are invalid; no process is left running.
+        ConfigurationError: prompts, verifiers, generator or driver are invalid. Processes started until then are
+            closed.
     """
 
     def __init__(self, stage: Stage, meter: ComputeMeter) -> None:
@@ -47,9 +49,9 @@ class DataPath:
             started.pop_all()
 
     def _build(self, stage: Stage, started: ExitStack) -> None:
-        """Build the remaining parts of the data path from `self.sampling`.
+        """Build the remaining objects of the data path from `self.sampling`.
 
-        Parts that start processes are registered in `started`, which closes them if a later part fails.
+        Objects that start processes are registered in `started`, which closes them if a later one fails.
         """
         recipe, choices, models, meter = stage.recipe, stage.choices, stage.models, self.meter
         pool = self.sampling.sets[TRAINING]
@@ -99,7 +101,7 @@ class DataPath:
         self._state_without_weights: dict[str, Any] | None = None
 
     def _conversations(self) -> Conversations | None:
-        """Return the conversations of training, with a separate pool of processes; None without environments."""
+        """Return the training conversations, in a process pool of their own; None without environments."""
         dialogue = self.sampling.dialogue
         if dialogue is None:
             return None
@@ -115,13 +117,13 @@ class DataPath:
 
     @property
     def notes(self) -> list[str]:
-        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, the verifier trial."""
+        """Lines to show once at the start: prompt lengths, one prompt as the model reads it, verifier test."""
         return [*self.sampling.notes, *self._trial_lines.splitlines()]
 
     def compute(self) -> dict[str, Any]:
-        """Return all compute axes, which are a part of every record."""
+        """Return all compute axes (FLOPs, device hours, ...) by name. Every record contains them."""
         axes = {**self.meter.metrics(), **self.driver.metrics()}
-        # The virtual clock does not include the device hours of judges, unlike the meter.
+        # Unlike the meter, the virtual clock leaves out the device hours of judge models.
         if "compute/virtual_device_hours" in axes:
             axes["compute/virtual_device_hours"] += self.meter.judge_device_hours
         return axes

@@ -31,7 +31,7 @@ NUM_ROWS, NUM_TOKENS = 4, 8
 
 
 def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Path, dtype: str, adapter: bool) -> Path:
-    """Write the policy. All ranks call it, and rank 0 writes.
+    """Export the policy to a folder. All ranks call this function, and rank 0 writes.
 
     Args:
         models: models of the run.

@@ -31,7 +31,7 @@ def probe(path: DataPath) -> None:
 
 
 def stop_between_steps(trainer: Any, run: Run) -> NoReturn:
-    """Save a checkpoint, with the rollouts in flight, and end the fit by an error.
+    """Save a checkpoint that includes the rollouts in flight, and end the fit by raising an error.
 
     Raises:
         RunInterruptedError: the run can be continued from the saved state.
@@ -63,7 +63,7 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
     """End a fit normally when its pool is exhausted: evaluate the last weights, save, and stop the Trainer.
 
     Raises:
-        RunInterruptedError: a stop was requested meanwhile; resuming the run finishes it.
+        RunInterruptedError: a stop was requested meanwhile; the run finishes when it is resumed.
         PoolExhaustedError: the Trainer does not stop, because it has a minimum number of steps.
     """
     if run.exhausted is not None:
@@ -78,8 +78,8 @@ def end_exhausted(trainer: Any, run: Run, reason: str) -> None:
 def end_stopped(trainer: Any, run: Run) -> None:
     """End a fit that a callback or `max_time` stops before `max_steps`: evaluate the last weights and save.
 
-    A run that `Race` has stopped is not evaluated again: the race needs no more evaluations of it, and if the run is
-    continued it equals a run that was never stopped.
+    A run that `Race` has stopped is not evaluated again. The race does not need it, and if the run is continued, it
+    then equals a run that was never stopped.
 
     Raises:
         RunInterruptedError: a stop was requested meanwhile.
@@ -91,7 +91,6 @@ def end_stopped(trainer: Any, run: Run) -> None:
 
 
 def _evaluate_and_save(trainer: Any, run: Run) -> None:
-    """Evaluate the last weights of a fit, unless they are evaluated already, and save the run."""
     if evaluation_due(trainer, run.completed_steps, last=True) and not validate_now(trainer, last=True):
         stop_between_steps(trainer, run)
     for callback in trainer.callbacks:

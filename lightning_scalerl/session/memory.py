@@ -62,6 +62,6 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def listed(memory: Memory) -> str:
-    """Return the parts of the fullest device's memory in GiB, the largest first."""
+    """Return what takes the fullest device's memory, in GiB, the largest item first."""
     sizes = sorted({**memory.device, **memory.leader}.items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if size)

@@ -64,17 +64,17 @@ class Models:
         stop_tokens: token ids that end a completion.
         packed: whether the recipe asks for packed rows.
         path: path of the policy's model; None if it was made from a model object.
-        files: with `streamed`, either the files of the policy's weights, which are not read yet, or the reason (a
-            string) why each rank has to read the whole model. None without `streamed`.
+        files: with `streamed`: the files of the policy's weights, which are not read yet, or a string with the reason
+            why each rank has to read the whole model. None without `streamed`.
 
     Attributes:
         critic: critic of axis `critic`; None until `begin` makes it.
-        reference: frozen model from which axis `kl` measures the policy's distance: the initial model, or a teacher,
-            which a vLLM server may run. None without KL.
-        teacher: description of the teacher for the run's semantics; empty without one.
-        teacher_flops: cost of the teacher's passes; None without one.
+        reference: frozen model to which axis `kl` compares the policy: the initial model, or a teacher, which a vLLM
+            server may run. None without KL.
+        teacher: description of the teacher for `semantics.json`; empty without one.
+        teacher_flops: FLOPs of the teacher's forward passes; None without one.
         trained: access to the policy between passes.
-        ranks, device: ranks of the Trainer and the device of this one; set in every stage.
+        ranks, device: ranks of the Trainer and the device of this one; set at the setup of every stage.
     """
 
     def __init__(
@@ -211,13 +211,13 @@ class Models:
         }
 
     def disconnect(self) -> None:
-        """Close the connection to a teacher that is served; the next fit opens another one."""
+        """Close the connection to a teacher's server; the next fit opens another one."""
         if self.reference is not None and not isinstance(self.reference, Policy):
             self.reference.close()
             self.reference = None
 
     def restore_reference(self, saved_fingerprint: str | None) -> None:
-        """Make the reference equal to the saved run's, if this module was made with other weights than that run.
+        """Replace the reference by the saved run's, if this module was made with other weights than that run.
 
         Args:
             saved_fingerprint: fingerprint of the saved run's reference. None if that run had no KL and therefore no
@@ -354,7 +354,7 @@ def make(
     check_weights(model)
     check_attention(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
-    # Other models are tried later: once their weights are read, or on the device that can run them.
+    # A model whose weights are not read yet, or that needs a GPU, is checked later.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
         try_out(policy, built.batch.packed)
     if has_adapter(model):
@@ -371,7 +371,7 @@ def make(
 
 
 def adapt_policy(policy: Policy, choice: Adapter) -> None:
-    """Add the adapter of axis `adapter` to a policy, if it does not have it yet.
+    """Add the adapter of axis `adapter` to a policy that does not have it yet.
 
     Raises:
         ConfigurationError: the policy already has an adapter of another choice, or its model came with one.

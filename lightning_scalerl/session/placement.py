@@ -41,7 +41,7 @@ def read_whole_model(models: Models, strategy: Strategy, choices: Choices) -> No
 
 
 def prepare_adapter(policy: Policy, choices: Choices, fits: bool) -> None:
-    """Add the adapter of the choices, and cast an adapted model's frozen weights to the policy's dtype."""
+    """Add the adapter that the choices name, and cast an adapted model's frozen weights to the policy's dtype."""
     # A validate-only Trainer may omit the adapter callback that was used in training.
     if fits or choices.adapter.adapts:
         adapt_policy(policy, choices.adapter)
@@ -71,7 +71,7 @@ def recompute_activations(models: Models, batch: BatchSettings) -> None:
 
 
 def check_sharded(optimizer: AdamW, strategy: Strategy) -> None:
-    """Check, if the strategy shards, that the optimizer makes the same step on parts of weights as on whole weights.
+    """Check that the optimizer makes the same step on parts of weights as on whole weights, if the strategy shards.
 
     Raises:
         ConfigurationError: the steps differ, so that results would depend on the number of devices.
@@ -111,7 +111,7 @@ def check_partners(policy: Policy, strategy: Strategy, dropout: bool) -> None:
 
 
 def place_policy(models: Models) -> None:
-    """Move the policy to this rank's device now: Lightning moves it after `setup`, but the generator copies it before.
+    """Move the policy to this rank's device. Lightning would move it after `setup`, but the generator is built before.
 
     A model that will be sharded stays on the host until each rank moves its own part (`shard_models`).
 

@@ -1,6 +1,6 @@
 """Records of a run: measured metrics for every logger, `Recorder` and monitoring callback of the Trainer.
 
-Rank 0 measures the metrics. A record adds all compute axes and the number of completed steps.
+Rank 0 measures the metrics. Each record also contains all compute axes and the number of completed steps.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Sampling:
 
     @contextmanager
     def generating(self) -> Iterator[Generator]:
-        """Lend a generator: in a fit the driver's, with its rollouts set aside; otherwise a new one."""
+        """Lend a generator: in a fit the driver's, with its running rollouts paused; otherwise a new one."""
         if self.driver is not None:
             with self.driver.quiet(), self.driver.generator.aside():
                 yield self.driver.generator
@@ -133,14 +133,14 @@ class Sampling:
             verifiers.close()
 
     def new_verifiers(self) -> tuple[Verifiers, str]:
-        """Start verifiers and try them on known answers; return them, and a text for the user about the trial.
+        """Start verifiers and test them on known answers. Return them, and a text for the user about the test.
 
-        Without a trial, because the environment gives the reward, the text is empty.
+        If an environment gives the rewards, nothing is tested and the text is empty.
         """
         task = self.stage.task
         grader = task.grader()
         if self.dialogue is not None and self.dialogue.settings.gives_reward:
-            # The environment's rewards are settled outcomes, so the task's grader is never called: do not test it.
+            # The environment gives the rewards, so the task's grader is never called and need not be tested.
             return SettledFirst(self.stage.recipe.verify.verifiers(grader, task.trusted)), ""
         services = ready(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)
@@ -161,7 +161,7 @@ class Sampling:
     def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
         """Return the conversations of an evaluation; None without environments.
 
-        The key of a group of the evaluation must be the index of its prompt in `prompts`.
+        A group's key (`GroupRequest.key`) must be the index of its prompt in `prompts`.
         """
         if self.dialogue is None or self._pool is None:
             return None
@@ -174,7 +174,7 @@ class Sampling:
         return Limits(context.max_turns, context.max_turn_tokens)
 
     def close(self) -> None:
-        """End the environments' processes of evaluations, and the process of the chat template."""
+        """End the environment processes of evaluations, and the processes in which chat templates run."""
         if self._pool is not None:
             self._pool.shutdown()
         if self.dialogue is not None:
@@ -238,9 +238,6 @@ def _check_rows(stage: Stage, tokens: Mapping[str, Sequence[Sequence[int]]]) -> 
     """Check that the model has an embedding row for every token that it will read.
 
     A tokenizer may have more tokens than the model: Gemma 3 without vision has no row for the image token.
-
-    Raises:
-        ConfigurationError: prompts, the phrase that ends thinking or a stop token need a row that does not exist.
     """
     tokenizer = stage.models.tokenizer
     rows = int(stage.models.policy.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]

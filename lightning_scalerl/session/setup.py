@@ -1,4 +1,4 @@
-"""Setup of a stage, in the order of its functions: choices, models, stage, and the data path of a fit.
+"""Setup of a fit, validation or prediction: choices, models, `Stage`, and the data path of a fit, in this order.
 
 The inputs are a recipe, its models, and a Trainer with callbacks and data module. Afterwards the choices are resolved,
 the models are on their device, and the run can generate, train and evaluate. Every configuration error is raised here,
@@ -76,7 +76,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
     read_either(trainer)
     if trainer.state.fn == "fit":
         prepare_trainer(trainer)
-        if not trainer.fast_dev_run:  # a trial of one step, of a run of another length
+        if not trainer.fast_dev_run:  # `max_steps` is then not the run's length
             recipe.set_length(trainer.max_steps)
     # Trainer.validate after a fit uses that fit's choices, regardless of this Trainer's callbacks.
     base = recipe.choices if fitted is None or trainer.state.fn == "fit" else fitted
@@ -86,7 +86,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
 
 
 def resolve_choices(trainer: Trainer, recipe: Recipe, stage: str) -> Choices:
-    """Return the choices of a stage: those among the Trainer's callbacks.
+    """Return the design choices among the Trainer's callbacks, after checking them.
 
     Raises:
         ConfigurationError: the choices are incompatible, or the stage is not supported.
@@ -109,7 +109,7 @@ def place_models(models: Models, recipe: Recipe, choices: Choices, trainer: Trai
     """Prepare the models for this stage on their device; return a line for the user on the memory of a fit.
 
     Raises:
-        ConfigurationError: model, adapter, ranks or memory do not fit together.
+        ConfigurationError: model, adapter, ranks and memory are incompatible.
     """
     policy, strategy, fits = models.policy, trainer.strategy, trainer.state.fn == "fit"
     policy.precision = choices.precision
@@ -202,5 +202,4 @@ def set_up_fit(
 
 
 def _choices_among(trainer: Any) -> list[DesignChoice]:
-    """Return the design choices among a Trainer's callbacks."""
     return [callback for callback in trainer.callbacks if isinstance(callback, DesignChoice)]

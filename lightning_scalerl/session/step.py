@@ -1,4 +1,4 @@
-"""Measurements of one training step on rank 0: gaps to the generator, mechanism counters, and the step's metrics."""
+"""Measurements of one training step on rank 0: log-probability gaps, mechanism counters, and the step's metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_scalerl.update.health import at_the_limit
 
 
 def generator_gaps(path: DataPath, batch: TrainBatch, first_pass: Pass) -> Tensor:
-    """Return the log-probability gaps between trainer and generator before the first update; empty if not finite."""
+    """Return log-probability gaps between trainer and generator before the first update; empty if not finite."""
     if not first_pass.finite:  # NaN or infinity from the trainer: no comparison with the generator is possible
         return torch.zeros(0)
     trainer_logprobs, _ = whole(batch, first_pass.parts)
@@ -37,7 +37,7 @@ def count_mechanisms(path: DataPath, batch: TrainBatch, passes: Sequence[Pass]) 
 
 @contextmanager
 def _probing(path: DataPath) -> Iterator[None]:
-    """Count the time of a generator probe in the phase that the driver names (`probe_phase`)."""
+    """Count the time of a generator probe as the meter phase `driver.probe_phase`."""
     with path.meter.phase(path.driver.probe_phase), path.driver.asking():
         yield
 

@@ -21,7 +21,10 @@ from lightning_scalerl.model.value import ValueModel
 
 
 def empty_or_loaded_model(path: str, adapter: Adapter) -> tuple[nn.Module, WeightFiles | str]:
-    """Return a model without data and the files of its weights, or else the whole model and the reason why not."""
+    """Return a model without data and the files of its weights.
+
+    If that is impossible, return the whole model and the reason.
+    """
     model_and_files = "it gets an adapter" if adapter.adapts else load_blank(path)
     return model_and_files if isinstance(model_and_files, tuple) else (load_model(path), model_and_files)
 
@@ -42,7 +45,7 @@ def names_in_files(root: nn.Module, model: nn.Module, files: WeightFiles) -> dic
 
 
 def within(root: nn.Module, work: Callable[[], None]) -> None:
-    """Call `work` as a sharded model's forward pass, in which its root weights are gathered. All ranks call it."""
+    """Call `work` as a sharded model's forward pass, for which root weights are gathered. All ranks call this."""
     root.forward = work
     try:
         root()

@@ -53,7 +53,7 @@ class Updates:
         return self._optimizer
 
     def check_configured(self, module: Any, trainer: Any) -> None:
-        """Check what `configure_optimizers` has returned to Lightning, which a subclass of the module may override.
+        """Check the result of `configure_optimizers`, a method that a subclass of the module may override.
 
         Raises:
             ConfigurationError: it is not the recipe's optimizer, or there is a scheduler as well.
@@ -72,7 +72,7 @@ class Updates:
             )
 
     def branch(self, checkpoint: dict[str, Any], optimizer: str) -> None:
-        """Prepare the start from a parent's checkpoint, before the optimizer's state is loaded from it.
+        """Prepare the start of a branch from its parent's checkpoint, before the optimizer's state is loaded from it.
 
         Args:
             checkpoint: the parent's checkpoint, from which the optimizer's state is dropped if it is not kept.
@@ -124,5 +124,4 @@ class Updates:
 
 
 def _types(objects: Sequence[Any]) -> str:
-    """Return the names of the objects' classes, for an error."""
     return ", ".join(type(each).__name__ for each in objects)

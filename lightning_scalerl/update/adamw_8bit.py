@@ -48,7 +48,7 @@ class EagerAdamW8bit(TorchAOAdamW8bit):  # type: ignore[misc]  # torchao has no 
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict; two plain tensors, `NAME.codes` and `NAME.scale`, replace an 8-bit state."""
+        """Return torch's state dict, with two plain tensors, `NAME.codes` and `NAME.scale`, for each 8-bit tensor."""
         state_dict_of_torch: dict[str, Any] = super().state_dict()
         plain: dict[int, dict[str, Any]] = {}
         for number, state in state_dict_of_torch["state"].items():

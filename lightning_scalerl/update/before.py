@@ -17,7 +17,7 @@ from lightning_scalerl.rollouts.rollout import PassSize, TrainBatch
 
 
 class ServedTeacher(Protocol):
-    """Reference of axis `kl` behind an address. It only returns log-probabilities of given tokens."""
+    """Reference model of axis `kl` that a server runs. It returns only the log-probabilities of given tokens."""
 
     def score(self, rows: TrainBatch) -> Tensor:
         """Return the log-probabilities of the completion tokens, (R, T), zero after a completion's end."""
@@ -37,9 +37,9 @@ def run_forward_passes(
 
     Args:
         rows: this rank's rows of the batch.
-        choices: the run's design choices, which decide whether an anchor is needed.
+        choices: the run's design choices, which decide what is needed.
         policy: the policy with its weights before the update.
-        reference: the frozen reference policy, or a teacher that is served; None without KL.
+        reference: the reference policy, or a teacher that a server runs; None without KL.
         critic: the value model; None without a critic.
         size: upper limits of one forward pass.
         ranks: the ranks that train together. With a sharded model all ranks must make the same number of passes.
@@ -47,7 +47,7 @@ def run_forward_passes(
     kl = choices.kl
     passes: list[tuple[tuple[str, ...], Callable[[TrainBatch], Sequence[Tensor]]]] = []
     if choices.needs_anchor and kl.reads_vocabulary and not choices.kl_in_update:
-        # Take the policy's outputs without the entropies.
+        # The policy returns log-probabilities, entropies and divergences; leave out the entropies.
         passes.append((("anchor_logprobs", "divergences"), lambda part: policy(part, teacher=reference)[::2]))
     elif choices.needs_anchor:
         passes.append((("anchor_logprobs",), lambda part: policy(part)[:1]))

@@ -16,7 +16,7 @@ from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, not_ne
 
 
 def at_the_limit(metrics: Mapping[str, float]) -> float:
-    """Return the share of completions truncated at the context limit, without truncation by a curriculum's stage."""
+    """Return the share of completions truncated at the context limit, not at a curriculum's lower limit."""
     return metrics["train/truncated"] - metrics.get("train/cut_by_stage", 0.0)
 
 
@@ -31,7 +31,7 @@ class Health:
     Args:
         stop: whether the bounds are enforced at all.
         window_steps: optimizer steps over which each mean is taken.
-        reward_share: lower bound of the mean reward above `reward.incorrect`, as a share of its best mean so far.
+        reward_share: lower bound of the mean reward minus `reward.incorrect`, as a share of the best such mean so far.
         entropy: lower bound of the mean entropy, in nats per token.
         truncated: upper bound of the mean share of completions that are truncated at the context limit.
     """
@@ -81,7 +81,7 @@ class HealthWatch:
         for name, recent in self._recent.items():
             if name in record:
                 recent.append(at_the_limit(record) if name == "train/truncated" else record[name])
-        # Only full windows have a mean: the first steps decide nothing.
+        # Means are taken over full windows of `window_steps` steps, so the first steps decide nothing.
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         period = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:
@@ -94,7 +94,7 @@ class HealthWatch:
                     f"{self._health.reward_share:g} of its best, {self._best:.3g} (health.reward_share)"
                 )
             self._best = max(self._best, reward_above_floor)
-        # The defaults of `get` are within the bounds, for metrics without a full window.
+        # A metric without a full window passes, because the defaults of `get` are within the bounds.
         if means.get("train/entropy", self._health.entropy) < self._health.entropy:
             raise UnhealthyError(
                 f"health: entropy died at step {step}: {means['train/entropy']:.3g} nats per token {period}, below "
@@ -107,11 +107,11 @@ class HealthWatch:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best mean reward and the window of recent records."""
+        """Return the best mean reward and the recent values of each metric."""
         return {"best": self._best, "recent": {name: list(values) for name, values in self._recent.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the window; if its configured length has changed, keep the newest records."""
+        """Restore the state. If `window_steps` has changed, keep the newest values."""
         self._best = state["best"]
         for name, values in state["recent"].items():
             self._recent[name].clear()

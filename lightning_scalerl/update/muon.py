@@ -12,7 +12,7 @@ from lightning_scalerl.distributed.sharded import blocks, part_like, whole_tenso
 
 # Coefficients of torch.optim.Muon's quintic iteration, and the constant that it adds to the norm.
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
-# Factors on the learning rate of a matrix (rows, columns), by name as in torch.optim.Muon.
+# Functions from a matrix's size (rows, columns) to a factor on its learning rate, by the names of torch.optim.Muon.
 ADJUSTMENTS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -55,8 +55,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
         M = mu M + (1 - mu) G,  O = orthogonalize((1 - mu) G + mu M),  W = W - lr weight_decay W - lr f O
 
-    A step equals that of torch.optim.Muon bit for bit. The class itself is not used: on a sharded matrix its products
-    would sum in another order. Here every rank orthogonalizes the whole matrix and keeps its own part.
+    A step equals that of torch.optim.Muon bit for bit. torch's class is not used, because on a sharded matrix its
+    products would sum in another order. Here every rank orthogonalizes the whole matrix and keeps its own part.
 
     Args:
         matrices: groups for Muon, each with its "lr".

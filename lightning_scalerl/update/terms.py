@@ -1,8 +1,9 @@
 """Loss of a step as a list of terms. Each is per token and has its own coefficient and aggregation.
 
-    policy    surrogate of axis `loss`, with the anchor and weights of axis `correction`
+    policy    surrogate of axis `loss`, with the ratio's denominator and the weights of axis `correction`
     value     clipped squared error of the critic
-    kl        distance from the frozen reference; with `kl.estimate=k1` the surrogate with -distance as the advantage
+    kl        estimate of the KL from policy to reference; with `kl.estimate=k1` the surrogate with minus this estimate
+              as advantage
     entropy   minus the entropy bonus
 
 All terms divide by the global denominators of the batch, so any split of a batch sums to the same loss and gradient.
@@ -27,7 +28,7 @@ from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
 @dataclass(frozen=True)
 class Term:
-    """Term of the loss: `per_token` computes (R, T) with the coefficient included, and `aggregation` reduces it."""
+    """Term of the loss: `per_token` gives values (R, T) with the coefficient, and `aggregation` reduces them."""
 
     name: str
     per_token: Callable[[Scored], Tensor]
@@ -122,7 +123,7 @@ def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> T
 
 
 def distances(scored: Scored, choices: Choices) -> Tensor:
-    """Return the distance of each token (R, T) to the reference by `kl.estimate`, in the type of axis `precision`."""
+    """Return each token's KL estimate (R, T) by `kl.estimate`, in the dtype of axis `precision`."""
     round_to_policy, fp32 = choices.precision.round_to_policy, choices.precision.fp32_kl
     if choices.kl.reads_vocabulary:
         divergences = scored.batch.divergences if scored.divergences is None else scored.divergences
@@ -140,8 +141,8 @@ def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) 
     They are d loss / d (trainer_logprobs, entropies, divergences).
 
     Row i belongs to rollout i of the groups (`batch.row`), so two batches of the same groups can be compared even if
-    they contain different rollouts. Rollouts without credit have weight zero. The value term is left out, because it
-    does not change the policy.
+    they contain different rollouts. Rollouts that are not in the loss have weight zero. The value term is left out,
+    because it does not change the policy.
     """
     logprobs = trainer_logprobs.detach().requires_grad_(True)
     # The terms are linear in entropies and divergences, so their gradient does not depend on these values.

@@ -1,4 +1,4 @@
-"""Per-token credit after the forward passes: rewards and values -> advantages and returns -> normalization.
+"""Advantages per token, after the forward passes: rewards and values -> advantages and returns -> normalization.
 
 Advantages that depend on rewards alone were computed in `stream.credit`; here they are only rounded (axis `precision`).
 """
@@ -18,13 +18,14 @@ from lightning_scalerl.update.terms import coefficients_of, distances
 def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
     """Return `rows` with the advantages that are trained on, and with returns if there is a critic.
 
-    With `remember=False` this is a pure function, so that a mechanism counter can apply it to a batch a second time.
+    With `remember=False` nothing is changed, so that a mechanism counter can call this a second time for the same
+    batch.
 
     Args:
         rows: this rank's rows of the batch, with the results of `run_forward_passes`.
         choices: the run's design choices.
         sums: sums a tensor over all ranks.
-        remember: whether a normalization with a memory records this batch; True once per step.
+        remember: whether a normalization with running statistics adds this batch to them; True once per step.
     """
     advantages, returns = rows.advantages, rows.returns
     if choices.advantage.after_forward:

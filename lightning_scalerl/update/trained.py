@@ -28,10 +28,10 @@ RELATIVE_NOISE, MIN_RMS = 0.3, 0.05
 
 
 class TrainedPolicy:
-    """Gives rank 0 the policy's log-probabilities and weights; only rank 0 scores and publishes them.
+    """Gives rank 0 the policy's log-probabilities and weights; other ranks do not use them.
 
-    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: while rank 0 makes calls here
-    during `Ranks.share`, the other ranks make the same calls in `answer`.
+    If each rank has the whole model, rank 0 works alone. A sharded model needs all ranks: while rank 0 calls methods of
+    this class during `Ranks.share`, the other ranks make the same calls in `answer`.
 
     Args:
         policy: the `Policy`, whose language model is in `policy.model`.
@@ -85,7 +85,7 @@ class TrainedPolicy:
         This is the policy's own model, or a copy on `device` if that model has an adapter or is (or will be) sharded.
         """
         model: nn.Module = self.policy.model
-        if is_blank(model):  # its weights are still in their folder
+        if is_blank(model):  # its weights have not been read yet
             assert self._load is not None
             model = self._load()
         elif has_adapter(model):
@@ -103,10 +103,7 @@ class TrainedPolicy:
 
     @contextmanager
     def perturbed(self, names: Sequence[str]) -> Iterator[None]:
-        """Add noise to these weights for the `with` block, then restore them bit for bit.
-
-        The standard deviation of a tensor's noise is `RELATIVE_NOISE` times the tensor's root mean square.
-        """
+        """Add noise to these weights for the `with` block, then restore them bit for bit."""
         try:
             self._on_all_ranks("perturb", list(names))
             yield

@@ -1,8 +1,8 @@
-"""Axis `async_mode`: how far generation may run ahead of training, and when it sees new weights.
+"""Axis `async_mode`: how far generation may run ahead of training, and when the generator gets new weights.
 
-All modes share one ledger (`rollout_stream`) and differ in two rules. Given s completed optimizer steps and P groups
-per step, a mode decides whether group number i may be admitted now, and whether the weights of step s are published to
-the generator now. docs/reference/async_modes.md has the table of rules.
+All modes use the same record of groups (`rollout_stream`) and differ in two rules. Given s completed optimizer steps
+and P groups per step, a mode decides whether group number i may be sent to the generator ("admitted") now, and whether
+the weights of step s are published to the generator now. docs/reference/async_modes.md has the table of rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_scalerl.axes.choice import DesignChoice, ObservedStep
 
 
 class AsyncMode(DesignChoice):
-    """Rules of the rollout stream for admitting groups and publishing weights."""
+    """Rules that decide when groups are sent to the generator ("admitted") and when weights are published to it."""
 
     axis: ClassVar[str] = "async_mode"
     neutral: ClassVar[Mapping[str, Any] | None] = {"choice": "OnPolicy"}
@@ -30,7 +30,7 @@ class AsyncMode(DesignChoice):
     @property
     @abstractmethod
     def drains(self) -> bool:
-        """Return whether training waits until no rollout is in flight."""
+        """True if training waits until no rollout is in flight."""
 
     @abstractmethod
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
@@ -41,7 +41,7 @@ class AsyncMode(DesignChoice):
         """Return whether the weights after `completed_steps` steps are published to the generator at once."""
 
     def differs(self, other: AsyncMode, step: ObservedStep) -> bool:
-        """Return whether the two modes differ on the next admission or on publishing this step's weights.
+        """Return whether only one of the two modes admits the next group, or only one publishes this step's weights.
 
         If the modes differ only in `recompute_kv`, return whether weights changed within a rollout of the batch.
         """
@@ -57,8 +57,9 @@ class AsyncMode(DesignChoice):
         return changed_within and self.recompute_kv != other.recompute_kv
 
     def semantics(self) -> dict[str, Any]:
-        """Return the parameters, the bound on staleness, whether the mode drains, and how it treats the KV cache."""
-        # A mode that drains has no rollout in flight when weights change, so the cache policy has no effect.
+        """Return the parameters, plus entries for the bound on staleness, `drains` and the KV cache."""
+        # If training waits for the rollouts in flight, none is in flight when weights change, and the cache policy has
+        # no effect.
         kv = "not reached: the generator drains before new weights"
         if not self.drains:
             kv = "recomputed with the new weights" if self.recompute_kv else "stale in flight, fresh for new rollouts"

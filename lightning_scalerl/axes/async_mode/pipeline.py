@@ -11,8 +11,8 @@ KV_POLICIES = ("stale", "recompute")
 class Pipeline(AsyncMode):
     """Generator and trainer run concurrently; every update is published to the rollouts in flight.
 
-    Groups for the current step and for the k steps after it may be admitted (P groups per step). The trainer waits for
-    a group whose oldest token would otherwise become more than k steps old.
+    Groups for the current step and for the k steps after it may be sent to the generator (P groups per step). The
+    trainer waits for a group whose oldest token would otherwise become more than k steps old.
 
     Args:
         k: the bound on staleness, in optimizer steps.
@@ -31,17 +31,18 @@ class Pipeline(AsyncMode):
 
     @property
     def max_staleness(self) -> int:
-        """Return k, the bound on a trained token's staleness in optimizer steps."""
+        """The bound k on a trained token's staleness, in optimizer steps."""
         return self.k
 
     @property
     def drains(self) -> bool:
-        """Return False: generation never waits for training."""
+        """False: generation never waits for training."""
         return False
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group belongs to the current step or one of the k after it."""
-        # Batches fill in order of admission, so group i is trained in step floor(i / groups_per_step).
+        # Batches fill in the order in which groups are sent to the generator, so group i is trained in step floor(i /
+        # groups_per_step).
         return admission // groups_per_step <= completed_steps + self.k
 
     def publishes(self, completed_steps: int) -> bool:

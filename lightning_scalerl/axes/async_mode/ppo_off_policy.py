@@ -9,7 +9,7 @@ from lightning_scalerl.checks import whole_number
 class PPOOffPolicy(AsyncMode):
     """Generate k * P groups with one version of the weights, then take k optimizer steps of P groups each.
 
-    The generator drains before each of these phases, so a batch is 0 to k - 1 steps stale.
+    Before each such phase all rollouts in flight are finished, so a batch is 0 to k - 1 steps stale.
     Source: arXiv 2510.13786, section 2 (PPO-off-policy-k, k = B / B_hat).
     """
 
@@ -18,18 +18,17 @@ class PPOOffPolicy(AsyncMode):
 
     @property
     def max_staleness(self) -> int:
-        """Return k - 1, the staleness of the tokens in the last of a phase's k steps."""
+        """The staleness k - 1 of the tokens in the last of a phase's k steps."""
         return self.k - 1
 
     @property
     def drains(self) -> bool:
-        """Return True: a phase generates all its groups before it trains on them."""
+        """True: a phase generates all its groups before it trains on them."""
         return True
 
     def may_admit(self, admission: int, completed_steps: int, groups_per_step: int) -> bool:
         """Return whether the group belongs to the current phase or an earlier one."""
-        # A phase is k steps of groups_per_step groups each: compare the phase of the group with the phase of the
-        # trainer.
+        # A phase is k steps of groups_per_step groups each. Compare the group's phase with the trainer's.
         return admission // (groups_per_step * self.k) <= completed_steps // self.k
 
     def publishes(self, completed_steps: int) -> bool:

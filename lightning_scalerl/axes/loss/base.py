@@ -30,7 +30,7 @@ def masked_inputs(trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages:
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return PPO's loss: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A). Shapes: broadcast to (R, T)."""
-    # The minimum makes the clip one-sided: the clip acts only where it lowers the objective.
+    # The minimum makes the clip one-sided: the clip has an effect only where it lowers the objective.
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
@@ -104,14 +104,14 @@ class Loss(DesignChoice):
         """Return the tokens (R, T, bool) that the surrogate treats differently; None if it treats all alike.
 
         It is called once per step on the whole batch, before the first update, so the selection does not depend on
-        micro-batches or the number of ranks. The rows of a micro-batch are passed to `per_token` and `clipped` as
-        the argument `selected`, if `select` returns a table. It must be a pure function, because mechanism counters
-        call it again.
+        micro-batches or the number of ranks. The rows of a micro-batch are passed to `per_token` and `clipped` as the
+        argument `selected`, if `select` returns a table. It must be a pure function, because mechanism counters call it
+        again.
 
         Args:
             anchor_logprobs: (R, T), the denominator of the ratio (axis `correction`).
             advantages: (R, T), the advantages that are trained on.
-            mask: (R, T), the tokens that carry credit. Outside it, the values of the other two tables are undefined.
+            mask: (R, T), the tokens in the loss. Outside it, the values of the other two tables are undefined.
             key: seed of random choices; it differs in each step.
         """
         return None

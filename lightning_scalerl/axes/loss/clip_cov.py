@@ -20,8 +20,8 @@ class ClipCov(CovarianceLoss):
     Source: arXiv 2505.22617, eq. 10-12. The paper does not mention a clip of the ratio. Its code and verl (`clip_cov`)
     clip the ratio like PPO, and the authors' recipe widens the interval to (0, 2), as the defaults here do.
 
-    `CovarianceLoss` states when tokens are selected. verl and SkyRL never select tokens that the ratio's clip already
-    affects, and use another random generator.
+    The docstring of `CovarianceLoss` says when tokens are selected. verl and SkyRL never select tokens that the ratio's
+    clip already affects, and use another random generator.
 
     Args:
         share: share of the step's tokens that are drawn, at least one if any is in the interval.

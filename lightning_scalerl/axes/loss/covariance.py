@@ -17,9 +17,10 @@ from lightning_scalerl.checks import ConfigurationError
 class CovarianceLoss(Loss):
     """Loss that treats some tokens differently, selected by their covariance (arXiv 2505.22617).
 
-    Tokens are selected once per step over the whole batch, by the log-probabilities of the ratio's anchor. verl and
-    SkyRL select in every micro-batch and pass, by the current policy's log-probabilities. The two ways agree in a step
-    of one pass and one micro-batch with `correction=proximal`, where the current policy is the anchor.
+    Tokens are selected once per step over the whole batch, by the log-probabilities in the ratio's denominator (the
+    anchor). verl and SkyRL select in every micro-batch and pass, by the current policy's log-probabilities. The two
+    ways agree in a step of one pass and one micro-batch with `correction=proximal`, where the current policy is the
+    anchor.
 
     Args:
         share: share of the step's tokens that are selected, at least one.
@@ -38,7 +39,7 @@ class CovarianceLoss(Loss):
         """Return the indices (at most `count`) of the selected tokens.
 
         Args:
-            covariance: covariance of each token that carries credit, (N,).
+            covariance: covariance of each token in the loss, (N,).
             count: number of tokens that `share` allows.
             key: seed of random choices; it differs in each step.
         """

@@ -38,8 +38,8 @@ def outside_trust_region(
 ) -> Tensor:
     """Return the tokens whose probability has moved too far in the direction of the advantage (R, T, bool).
 
-    Where A > 0, the probability has risen and the divergence is above `max_divergence_high`. Where A < 0, it has fallen
-    and the divergence is above `max_divergence_low`. Shapes: all (R, T).
+    With A > 0 these are the tokens whose probability has risen and whose divergence is above `max_divergence_high`.
+    With A < 0 their probability has fallen and their divergence is above `max_divergence_low`. Shapes: all (R, T).
     """
     gap = binary_divergence(trainer_logprobs, anchor_logprobs, divergence)
     rises = (trainer_logprobs > anchor_logprobs) & (gap > max_divergence_high) & (advantages > 0)
@@ -56,11 +56,11 @@ class DPPO(Loss):
 
     The bounds and the cap differ between sources. Bounds: 0.2 in prime-rl (`dppo_mask_low`, `dppo_mask_high`) and verl
     (`clip_ratio`), 0.2 and 0.28 in TRL. Cap: 20 in verl's function but 3 in its configuration, 10 in TRL, none in
-    prime-rl and SkyRL. The gradient of a token under the cap is the same in all of them. prime-rl adds a squared
+    prime-rl and SkyRL. The gradient of a token under the cap is the same in all these sources. prime-rl adds a squared
     log-ratio, which is not part of the paper's loss or of this one.
 
     Args:
-        divergence: "tv" or "kl", see `binary_divergence`. Bounds chosen for one have another meaning under the other.
+        divergence: "tv" or "kl", see `binary_divergence`. Bounds chosen for one of them do not fit the other.
         max_divergence_low: bound where the advantage is negative.
         max_divergence_high: bound where the advantage is positive.
         max_ratio: cap on the importance ratio.

@@ -26,7 +26,7 @@ def gmpo(
 
     l_t is the log-ratio log(pi_trainer / pi_anchor) after a one-sided clip: at most clip_high where A_t > 0, at least
     -clip_low where A_t < 0. `advantages` must be constant along a sequence. Then the average over a sequence's tokens
-    is the paper's term.
+    is the paper's loss of that sequence.
     Shapes: all (R, T), one sequence per row; unreduced.
 
     Source: GMPO, arXiv 2507.20673. TRL (`trl.experimental.gmpo`) and verl (`geo_mean`) compute the same gradient. Both
@@ -41,7 +41,7 @@ def gmpo(
 
 
 class GMPO(Loss):
-    """Geometric mean with clips on the log-ratio of each token, wider than those of an arithmetic mean.
+    """Geometric mean of a sequence's clipped token ratios, with wider clip bounds than an arithmetic mean needs.
 
     A clipped token loses its gradient but stays in the mean, so the other tokens of its sequence keep their gradients.
 

@@ -42,8 +42,8 @@ def gspo(
     """Return loss_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t) at every token t of sequence i.
 
     `advantages` must be constant along a sequence: A_t = A_i for all t. Then a sequence is clipped as a whole, and the
-    average over its tokens is the paper's term. Advantages that vary along a sequence would be clipped token by token
-    with a shared ratio, which no paper defines.
+    average over its tokens is the paper's loss of that sequence. Advantages that vary along a sequence would be clipped
+    token by token with a shared ratio, which no paper defines.
     Shapes: all (R, T), one sequence per row; unreduced. Source: GSPO, arXiv 2507.18071.
     """
     # The ratio (R, 1) broadcasts over the tokens of its row.

@@ -23,7 +23,7 @@ class KLCov(CovarianceLoss):
     pass on fresh rollouts, log r_t is a rounding error, so the penalty adds noise. The coefficient is 1 in the paper
     and 0.1 in verl's configuration. The share is 2e-4 for the paper's 32B model and 2e-3 for its 7B model.
 
-    `CovarianceLoss` states when tokens are selected.
+    The docstring of `CovarianceLoss` says when tokens are selected.
 
     Args:
         share: share of the step's tokens that are penalized, at least one. Ties are broken by the batch's order.

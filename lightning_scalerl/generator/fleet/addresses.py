@@ -174,7 +174,7 @@ def _parse_path(text: str) -> str:
 
 
 def blueprint_for(address: Address, blueprint: Blueprint, devices_per_engine: int, start_s: float) -> Blueprint:
-    """Return an engine's blueprint: the run's for a local engine of one device, else that of a vLLM client.
+    """Return an engine's `Blueprint`: the run's for a local engine of one device, else that of a vLLM client.
 
     Args:
         address: the engine's address. A local engine of several devices starts a vLLM server.

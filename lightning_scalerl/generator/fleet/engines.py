@@ -20,14 +20,14 @@ from lightning_scalerl.generator.fleet.transport import Child, ChildSettings
 
 _log = logging.getLogger(__name__)
 
-# Give up after more than this many losses per engine without a finished rollout in between.
+# Largest number of engines that may be lost without a finished rollout in between, as a multiple of the fleet's size.
 MOST_LOSSES = 3
 # Interval at which messages and the engines' state are polled, in seconds.
 POLL_S = 0.02
 
 
 class GeneratorLostError(CannotGoOnError):
-    """Raised when engines cannot be kept alive, or an engine's weights differ from those that it was sent."""
+    """Raised when engines cannot be kept alive, or an engine's weights differ from the weights that were sent to it."""
 
 
 @dataclass(eq=False)
@@ -41,10 +41,10 @@ class Engine:
         started_at: monotonic time at which the child was started.
         slots: number of rollouts that the engine decodes together; 0 until it is ready.
         ready: whether messages can reach the engine.
-        acknowledged: number of the publish (`Published.number`) whose weights the engine uses.
+        acknowledged: number of the published weights that the engine uses (`Published.number`).
         aside: whether the engine's rollouts in flight are paused for other work (`Fleet.aside`).
         sampled: number of tokens of the engine's unfinished rollouts, from its last report.
-        replies: replies that were not read yet.
+        replies: replies of the engine that were not read yet.
     """
 
     number: int
@@ -207,7 +207,7 @@ class Engines:
         self._losses_in_a_row = 0
 
     def _replace(self, engine: Engine, reason: str, at_start: bool) -> None:
-        """End an engine and start a replacement; give up if too many were lost in a row."""
+        """End an engine and start a replacement, or raise an error if too many engines were lost in a row."""
         # The engine's `failed` message may already have led to its replacement in this round.
         if engine not in self._all:
             return

@@ -1,9 +1,9 @@
-"""Several engines behind the protocol of one generator: starts and watches them, and replaces lost ones.
+"""Several engines that are used like a single generator. The fleet starts and watches them, and replaces lost ones.
 
-The fleet has three parts. The ledger tracks which engine has which rollout (`ledger`, no I/O), `engines` keeps the
-engines alive, and the store holds the published weights (`weights`). Every rollout is returned once, even if its
-engine is lost: the next engine with room samples unfinished rollouts again, with the same random numbers. An engine
-that starts gets the last published weights before any prompt.
+It has three parts: `Ledger` tracks which engine has which rollout, without I/O. `Engines` keeps the engines alive.
+`WeightStore` holds the published weights. Every rollout is returned once, even if its engine is lost: the next engine
+with room samples unfinished rollouts again, with the same random numbers. An engine that starts gets the last published
+weights before any prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass
 class Work:
-    """Work of one engine since the start, across restarts: busy seconds, and tokens decoded."""
+    """Work of one engine since the run's start, across restarts: seconds in which it sampled, and tokens decoded."""
 
     busy_s: float = 0.0
     tokens: int = 0
@@ -61,7 +61,7 @@ def _one_at_a_time(method: Callable[Concatenate[Fleet, P], T]) -> Callable[Conca
 
 
 class Fleet:
-    """Several engines behind the protocol of one generator. Threads may share it.
+    """Several engines that are used like a single generator. Threads may share a fleet.
 
     Args:
         factory: builds a generator from a model and `arguments`, such as `TorchGenerator` with its slots.
@@ -104,7 +104,7 @@ class Fleet:
         # Values of CUDA_VISIBLE_DEVICES, which the engines on this node get in turn.
         devices = visible_devices(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
         blueprints = [(address, blueprint_for(address, blueprint, tensor_parallel, start_s)) for address in addresses]
-        # True while the ledger is being swapped, saved or restored. No group is dispatched then.
+        # True while the ledger is being swapped, saved or restored. No group is sent to an engine then.
         self._dispatch_paused = False
         self._asides = 0
         self._lock = threading.RLock()
@@ -188,7 +188,7 @@ class Fleet:
 
     @_one_at_a_time
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Insert an answer's tokens into a waiting rollout and continue it.
+        """Insert the tokens of an environment's answer into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait, or no longer does because its engine was lost.
@@ -223,7 +223,7 @@ class Fleet:
         self._engines.wait(seconds)
 
     def step(self) -> StepReport:
-        """Return the rollouts that have ended or wait; if there is none, wait up to `POLL_S` for one."""
+        """Return the rollouts that have ended or begun to wait; if there is none, wait up to `POLL_S` for one."""
         if not self._ledger.has_report:
             self.wait(POLL_S)
         return self.collect()
@@ -249,8 +249,8 @@ class Fleet:
         self._engines.handle_until(
             lambda: all(engine.acknowledged == number for engine in engines if engine in self._engines)
         )
-        # Keep old weight files while a starting engine may read one, and inside `aside`, which returns to the old
-        # weights.
+        # Keep old weight files while a starting engine may read one, and while rollouts are paused by `aside`, because
+        # they resume with the old weights.
         if not self._asides and all(engine.ready for engine in self._engines):
             self._store.forget_outdated()
         self.publish_s = time.monotonic() - began
@@ -297,7 +297,7 @@ class Fleet:
                         engine.aside = False
                         self._engines.ask(engine, "back")
                         returned.append(engine)
-                    else:  # the engine was started inside `aside`, with the weights published there
+                    else:  # the engine was started meanwhile, with the weights of that time
                         engine.transport.send("publish", self._store.current, False)
                 self._ledger.keep_only(returned)
                 self._dispatch_paused = False
@@ -319,9 +319,9 @@ class Fleet:
         """Return the state of everything in flight, one state per engine, and one copy of the weights."""
         if self._closed is not None:
             return self._closed
-        # Dispatch nothing meanwhile: an engine that has given its state could get a group that this state lacks. An
-        # engine may also finish a rollout after it has given its state. The checkpoint then contains this rollout
-        # twice, as ended and as running. After a restore it is sampled again, and the ledger discards the second copy.
+        # Send no group meanwhile: an engine that has given its state could get a group that this state lacks. An engine
+        # may also finish a rollout after it has given its state. The checkpoint then contains this rollout twice, as
+        # ended and as running. After a restore it is sampled again, and the ledger discards the second copy.
         self._dispatch_paused = True
         try:
             states = {engine: self._engines.ask(engine, "state") for engine in self._engines.up}
@@ -343,7 +343,7 @@ class Fleet:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything in flight; rollouts whose engine saved no state or no longer exists are sampled again."""
         self._ledger.load_state_dict(state)
-        # Dispatch nothing until it is known which rollouts the engines have.
+        # Send no group to an engine until it is known which rollouts the engines have.
         self._dispatch_paused = True
         try:
             # Publish before loading the states, which contain no weights: an engine resumes with the weights it has.
@@ -381,7 +381,7 @@ class Fleet:
     ) -> None:
         """Record an engine's finished rollouts, its computed work, and its rollouts that wait for an insertion."""
         self.busy_s += busy_s
-        if not engine.aside:  # inside `aside`, `sampled` counts the evaluation's rollouts
+        if not engine.aside:  # while rollouts are paused, `sampled` counts those of the evaluation
             engine.sampled = sampled
         if not self._asides:
             work = self.work[engine.number]
@@ -401,7 +401,7 @@ class Fleet:
             engine.transport.send("drop", rollout.key, rollout.index)
 
     def on_published(self, engine: Engine, number: int, digest: str) -> None:
-        """Check that an engine has the weights that it was sent, by their digest.
+        """Check by a digest that an engine has the weights that were sent to it.
 
         Raises:
             GeneratorLostError: the digests differ.
@@ -421,7 +421,7 @@ class Fleet:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Send waiting groups to the engines with most free slots."""
+        """Send groups without an engine to the engines with most free slots."""
         if not self._dispatch_paused:
             for engine, request in self._ledger.assign({engine: engine.slots for engine in self._engines.up}):
                 engine.transport.send("submit", request)

@@ -1,7 +1,7 @@
-"""Ledger of rollouts in flight: which engine has which group, and which groups wait for an engine. No I/O.
+"""Record of the rollouts in flight: which engine has which group, and which groups wait for an engine. No I/O.
 
-The ledger only needs a hashable name per engine, not its address. Every rollout of a submitted group is returned
-once, even if several engines finish it. Unfinished groups of a lost engine wait again, the oldest first.
+The ledger only needs a hashable name per engine, not its address. Every rollout of a submitted group is returned once,
+even if several engines finish it. Unfinished groups of a lost engine wait again, the oldest first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class _OpenGroup:
     """Group in flight: the indices of its unfinished rollouts, and the engine that samples them.
 
     Attributes:
-        name: number that replaces the group's key in the engines, where keys of evaluation and training could collide.
+        name: number by which engines know the group. Its key would not do, because keys of evaluation and training may
+            be equal.
         request: the request, with the caller's key.
         missing: indices of unfinished rollouts.
         engine: engine that samples the group; None while it waits for one.

@@ -1,14 +1,14 @@
 """Generator in a child process: it steps while it has rollouts, and handles messages in between.
 
-`Fleet` starts it (`transport.Child`) and holds the other end of a socket pair. When that end closes for any reason,
-this process ends too.
+`Fleet` starts this process (`transport.Child`) and holds the other end of a socket pair. When that end closes for any
+reason, this process ends too.
 
 Each message is a tuple that starts with its name. Messages to the child:
 
 - rollouts: `submit` (request), `insert` (key, index, tokens), `end` (key, index, truncated), `restart` (key, index),
   `drop` (key, index: end a rollout if it still waits)
 - weights and scores: `publish` (weights, recompute_kv), `score` (prompt, tokens)
-- `aside`: set the rollouts in flight aside; `back`: resume them
+- `aside`: pause the rollouts in flight; `back`: resume them
 - `state`: return everything in flight; `load` (state): restore it
 - `stop`: end the process
 
@@ -136,7 +136,6 @@ class Server:
         return not self._generator.in_flight or getattr(self._generator, "idle", False)
 
     def _step(self) -> None:
-        """Run one generator step and add its results to the next report."""
         began = time.monotonic()
         report = self._generator.step()
         self._busy_s += time.monotonic() - began
@@ -145,7 +144,7 @@ class Server:
         self._computed = [total + increment for total, increment in zip(self._computed, report.computed, strict=True)]
 
     def _report(self, at_once: bool = False) -> None:
-        """Send the work done since the last report when it is due, else a heartbeat when that is due.
+        """Send a report of the work since the last report if one is due, or else a heartbeat if one is due.
 
         Ended and waiting rollouts are due at once; other work after `REPORT_S`, or now if `at_once`.
         """
@@ -183,7 +182,7 @@ class Server:
         elif name == "score":
             self._send("reply", self._generator.score(*arguments).tolist())  # type: ignore[attr-defined]
         elif name == "aside":
-            # Report first: rollouts that have already ended belong to the work that is set aside.
+            # Report first: rollouts that have already ended belong to the work that is paused.
             self._report(at_once=True)
             self._aside = self._generator.aside()
             self._aside.__enter__()
@@ -191,7 +190,7 @@ class Server:
         elif name == "back":
             assert self._aside is not None
             self._aside.__exit__(None, None, None)
-            # Drop unreported rollouts of the work inside `aside`: the trainer no longer waits for them.
+            # Drop unreported rollouts of the evaluation or other work: the trainer no longer waits for them.
             self._finished, self._waiting, self._aside = [], [], None
             self._send("reply", None)
         elif name == "state":

@@ -1,8 +1,8 @@
 """Published weights: one file per version, in the generators' dtypes, written in buckets of a fixed size.
 
-The file is in safetensors format, in shared memory if there is room. Engines map it, also those that start later, and
-checkpoints read it. Besides the file, the sender holds at most one bucket in host memory. A digest covers all bytes
-of the file, and each reader reports the digest that it computed.
+The file is in safetensors format, in shared memory if there is room. Engines map the file, also engines that start
+later, and checkpoints read it. Besides the file, the sender holds at most one bucket in host memory. A digest covers
+all bytes of the file, and each reader reports the digest that it computed.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class Published:
-    """One publish of weights: its file on the sender's node, with its digest.
+    """Weights that were published once: their file on the sender's node, with its digest.
 
-    `number` is unique per publish, even if weights or version are the same.
+    `number` is different for every publication, even if weights or version are the same.
     """
 
     number: int
@@ -77,7 +77,7 @@ class Types:
 
     Args:
         model: the trainer's model.
-        precision: the run's precision; None if the generator has none, and all dtypes stay unchanged.
+        precision: the run's precision. None if the generator has no precision; dtypes then stay unchanged.
     """
 
     def __init__(self, model: nn.Module, precision: Precision | None) -> None:
@@ -99,7 +99,7 @@ class Types:
 
 
 class WeightStore:
-    """Published versions on this node, each kept as long as an engine may read it.
+    """Published weights on this node; each version is kept as long as an engine may read it.
 
     Args:
         model: the trainer's model.
@@ -116,7 +116,7 @@ class WeightStore:
         self.folder = Path(tempfile.mkdtemp(prefix=f"scalerl-{os.getpid()}-", dir=_folder_for(needed)))
         self._lock = _lock_folder(self.folder)
         self._outdated: list[Published] = []
-        # Digests of all publishes by number: an engine may still report the digest of an old publish.
+        # Digests of all published weights by number: an engine may still report the digest of old ones.
         self.digests: dict[int, str] = {}
         self.current = self._write(dict(model.state_dict()), 0)
 
@@ -127,12 +127,12 @@ class WeightStore:
         return self.current
 
     def return_to(self, published: Published) -> None:
-        """Make an earlier publish the current one again."""
+        """Make weights that were published earlier the current ones again."""
         self._outdated.append(self.current)
         self.current = published
 
     def forget_outdated(self) -> None:
-        """Remove the files of all publishes but the current one. The caller ensures that no engine still reads them."""
+        """Remove the files of all weights but the current ones. The caller ensures that no engine still reads them."""
         for path in {published.path for published in self._outdated} - {self.current.path}:
             path.unlink(missing_ok=True)
         self._outdated.clear()
@@ -191,7 +191,6 @@ def _file_parts(entries: list[Entry], bucket: int) -> Iterator[Any]:
 
 
 def _header(entries: list[Entry]) -> bytes:
-    """Return the header of a safetensors file, with the offsets of all tensors."""
     tensors, end = {}, 0
     for name, tensor, dtype in entries:
         start, end = end, end + tensor.numel() * dtype.itemsize
@@ -214,7 +213,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
     """Lock a folder as in use, until the returned file is closed or this process ends."""
     lock = (folder / "lock.partial").open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    (folder / "lock.partial").rename(folder / LOCK)  # so that the file never exists unlocked
+    (folder / "lock.partial").rename(folder / LOCK)  # renamed after locking, so that it never exists unlocked
     return lock
 
 

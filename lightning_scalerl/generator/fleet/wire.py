@@ -55,7 +55,6 @@ class Channel:
             threading.Thread(target=work, daemon=True).start()
 
     def _read(self) -> None:
-        """Receive messages until the other end closes."""
         try:
             while True:
                 self._in.put(receive(self._connection))
@@ -69,7 +68,6 @@ class Channel:
         self._arrival.set()
 
     def _write(self) -> None:
-        """Send queued messages."""
         with suppress(OSError):
             while (message := self._out.get()) is not None:
                 send(self._connection, message)

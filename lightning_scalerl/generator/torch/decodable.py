@@ -1,7 +1,7 @@
-"""Check before any compute is spent that the torch generator can decode a model token by token.
+"""Check, before any compute is spent, that the torch generator can decode a model token by token.
 
-Architectures known not to work are refused by name. Any other model is tried on a few tokens: its ordinary forward
-pass must agree with decoding through the generator's cache.
+Architectures known not to work are refused by name. Any other model is tried on a few tokens: its ordinary forward pass
+must agree with decoding through the generator's cache.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layer types without attention that keep no state between tokens.
 OTHER_LAYERS = {"dense", "sparse", "moe"}
 REMEDY = "use another model, or another generator"
-# Allowed difference between decoded and whole-pass FP32 log-probabilities. Rounding stays far below it; a wrong mask or
-# position exceeds it by far.
+# Allowed difference between FP32 log-probabilities from decoding and from a whole forward pass. Rounding stays far
+# below it; a wrong mask or position exceeds it by far.
 TOLERANCE = 1e-3
-# Names of position tables, learned or precomputed.
+# Matches the names of position tables, learned or precomputed.
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_emb|embed_position)$")
 
 

@@ -1,11 +1,11 @@
 """In-process generator: continuous batching over a preallocated KV cache, deterministic under a seed.
 
-A fixed number of slots decode together, one token per step. A slot whose rollout ends takes the next one at once.
-A prompt is prefilled once, and its keys and values are copied to all of its rollouts. Weights can change between any
-two tokens, and every token records the version that sampled it. After a change, rollouts in flight continue with
-their stale keys and values, or with recomputed ones. If a rollout thinks for too long, a phrase that ends its thinking
-is forced, token by token. At the end of a turn a rollout may wait for an insertion (`waiting`), whose tokens are
-prefilled onto its cache.
+A fixed number of slots decode together, one token per step. When the rollout of a slot ends, the next rollout takes the
+slot at once. A prompt is prefilled once, and its keys and values are copied to all of its rollouts. Weights can change
+between any two tokens, and every token records the version that sampled it. After a change, rollouts in flight continue
+with their stale keys and values, or with recomputed ones. If a rollout thinks for too long, a phrase that ends its
+thinking is forced, token by token. At the end of a turn a rollout may wait for an insertion (`waiting`), whose tokens
+are prefilled onto its cache.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class _Pending:
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> _Pending:
-        """Rebuild the record from the values of `state`."""
         request = request_from(state[0])
         return cls(request, state[1], state[2] if len(state) > 2 else request.completions)
 
@@ -140,7 +139,7 @@ class TorchGenerator:
         self._slots = Slots(cache, slots, sampling, self.device)
         self._queue: deque[_Pending] = deque()
         self._prefilled: deque[_Prefilled] = deque()
-        # Unreported work of recomputing caches: tokens, and tokens attended to.
+        # Work of recomputing caches that no report contains yet: tokens, and tokens attended to.
         self._unreported = [0, 0]
 
     @staticmethod
@@ -203,7 +202,7 @@ class TorchGenerator:
         return self._paused_rollouts.reports
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Insert an answer's tokens into a waiting rollout and continue it.
+        """Insert the tokens of an environment's answer into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
@@ -301,7 +300,7 @@ class TorchGenerator:
             logits = torch.cat([logits, torch.stack(new_logits)])
         tokens, logprobs = sample_tokens(logits, self._slots.next_uniform(), self._temperature())
         forced = self._slots.append(tokens, logprobs, self._version)
-        # A forced token never ends a completion or a turn: the answer follows the phrase.
+        # The phrase that ends thinking never ends a completion or a turn: the model's answer follows it.
         stopped = torch.isin(tokens, self._stop) & ~forced
         if self.sampling.stop_text is not None:
             stopped |= self._holds_stop_text(self.sampling.stop_text) & ~forced
@@ -372,7 +371,7 @@ class TorchGenerator:
         return logits, tokens, context, prompts
 
     def _resume_answered(self) -> tuple[list[Tensor], int, int]:
-        """Give slots to waiting rollouts whose answer has arrived.
+        """Give slots to waiting rollouts for which the environment's answer has arrived.
 
         Returns:
             Their next-token logits, and the prefill work: tokens, and tokens attended to.
@@ -404,7 +403,6 @@ class TorchGenerator:
         return computed
 
     def _recompute_cache(self) -> None:
-        """Recompute the keys and values of everything in flight with the current weights."""
         # Waiting rollouts are recomputed once they continue, because newer weights may be published before that.
         self._paused_rollouts.drop_caches()
         for first in range(0, self._slots.active, RECOMPUTED_ROLLOUTS):

@@ -19,7 +19,7 @@ _generator_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def new_model(make: Callable[[Any], nn.Module], config: Any, dtype: torch.dtype | None) -> nn.Module:
-    """Make a model for a generator to keep, with uninitialized weights that have their final dtype from the start.
+    """Make a model that a generator will not copy. Its uninitialized weights have their final dtype from the start.
 
     Args:
         make: class of the model, called with its configuration.

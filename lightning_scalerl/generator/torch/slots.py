@@ -1,8 +1,8 @@
 """Slots of the in-process generator: the rollouts that decode together, one row each, with their keys and values.
 
-The active slots are always the first ones. A slot also tracks the forced phrase of its rollout: when the phrase is due,
-and which of its tokens is next. A rollout that waits for an insertion leaves its row, and gets another one when it
-continues.
+The active slots are always the first ones. A slot also tracks the phrase that ends its rollout's thinking: when it is
+to be forced, and which of its tokens is next. A rollout that waits for an insertion leaves its row, and gets another
+one when it continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Paused:
         rollout: the rollout so far.
         row: the rollout's row of every buffer of `Slots`.
         keys_values: keys and values of all tokens of the sequence but the last; None if they were dropped.
-        answer: tokens to insert before the rollout continues; None while it waits for them.
+        answer: tokens of the environment's answer, to insert before the rollout continues; None while it waits for
+            them.
     """
 
     insertions: Insertions
@@ -115,7 +116,7 @@ class Slots:
         self._limit[rows] = occupants[0].turn_limit
 
     def resume(self, paused: Paused, keys_values: KeysValues, version: int) -> None:
-        """Give the next slot to a rollout that continues, and append its answer.
+        """Give the next slot to a rollout that continues, and append the environment's answer to the rollout.
 
         Args:
             paused: the rollout.
@@ -130,7 +131,7 @@ class Slots:
         start = int(self._count[slot])
         inserted = slice(start, start + len(answer))
         self.tokens[slot, inserted] = torch.tensor(answer, dtype=torch.long, device=self.device)
-        # An answer is not sampled: record 0 as log-probability.
+        # An environment's answer is not sampled: record 0 as log-probability.
         self._logprobs[slot, inserted] = 0.0
         self._versions[slot, inserted] = version
         self._count[slot] = inserted.stop
@@ -158,7 +159,7 @@ class Slots:
         return self._uniform[torch.arange(self.active, device=self.device), self.counts]
 
     def append(self, tokens: Tensor, logprobs: Tensor, version: int) -> Tensor:
-        """Append one token to each rollout: the sampled token, or the next token of the phrase where one is forced.
+        """Append one token to each rollout: the sampled token, or the next token of a phrase that is being forced.
 
         Args:
             tokens: sampled tokens (active,); overwritten where a phrase is forced.
@@ -178,14 +179,14 @@ class Slots:
         return forced
 
     def _force(self, tokens: Tensor) -> Tensor:
-        """Overwrite sampled tokens (active,) where a phrase is due; return the mask (active,) of overwritten tokens."""
+        """Overwrite sampled tokens (active,) where the end of thinking is due; return a mask of these tokens."""
         active = tokens.numel()
         phrase_next, interrupt_at = self._phrase_next[:active], self._interrupt_at[:active]
         # The count excludes the current token: an interruption at n forces the token after the n-th.
         for slot in (
             torch.nonzero((phrase_next == NOT_FORCING) & (self._count[:active] >= interrupt_at)).flatten().tolist()
         ):
-            # Decided once per rollout: either its thinking has already ended, or the phrase ends it.
+            # This is decided once per rollout: either its thinking has already ended, or the phrase ends it.
             phrase = self.occupants[slot].phrase(self.tokens[slot, : self._count[slot]].tolist())
             if phrase:
                 phrase_next[slot] = 0

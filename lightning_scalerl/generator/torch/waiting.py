@@ -79,14 +79,14 @@ class Waiting:
         return [rollout.insertions.waiting_report(rollout.rollout) for rollout in paused]
 
     def hold(self, paused: Sequence[Paused]) -> None:
-        """Keep rollouts that have ended a turn until their insertions arrive."""
+        """Keep rollouts that are between two turns until their insertions arrive."""
         for rollout in paused:
             if rollout.keys_values is not None and self._keeps == "cache":
                 rollout.keys_values = on_host(rollout.keys_values)
             self._paused[rollout.insertions.rollout_id] = rollout
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Record the answer of a waiting rollout, which continues as soon as it has a slot."""
+        """Record the environment's answer for a waiting rollout, which continues as soon as it has a slot."""
         paused = self._paused_rollout(key, index)
         paused.insertions.record_answer(len(paused.rollout.tokens), tokens)
         paused.answer = tuple(tokens)

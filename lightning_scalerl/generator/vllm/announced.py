@@ -1,6 +1,6 @@
 """Announcement file of a vLLM server, with its address and token.
 
-`serve --announce PATH` writes the file on a file system that both sides see, and `driver.engines=[file:PATH]`
+`serve --announce PATH` writes the file on a file system that server and run share, and `driver.engines=[file:PATH]`
 reads it at each attempt to connect. A server whose job was requeued on another node is thus found again.
 """
 

@@ -16,7 +16,7 @@ REASONS = ("stop", "length", "abort")
 ROUNDING = 1e-4
 # Lower bound for the log-probability of a sampled token: below it, a token is practically never sampled.
 LEAST_LOGPROB = -1e4
-# Number of parts without tokens that an answer may have: its end, its usage, and some spare.
+# Number of stream parts without tokens that an answer may have: its end, its usage, and some spare.
 SPARE_PARTS = 64
 
 
@@ -26,7 +26,7 @@ class WrongAnswerError(ValueError):
 
 @dataclass
 class Answer:
-    """Answer to one request, checked part by part as it arrives.
+    """Answer to one request. It arrives in parts (server-sent events), each of which is checked.
 
     Args:
         name: the request's name.
@@ -176,7 +176,6 @@ def checked_logprob(value: Any) -> float:
 
 
 def _is_int_between(value: Any, low: int, high: int) -> TypeGuard[int]:
-    """Return whether a value is an integer from `low` to `high`, both included."""
     # Refuse bool, which is a subclass of int: JSON's true is not a number.
     return type(value) is int and low <= value <= high
 

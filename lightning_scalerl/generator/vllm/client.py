@@ -72,8 +72,8 @@ class _Stream:
 class VLLMServerGenerator(InFlight):
     """Generator that samples rollouts with a vLLM server.
 
-    Published weights are kept by reference: the caller must not change them until the next publish. Weights mapped from
-    a file (`driver=live`) satisfy this.
+    Published weights are kept by reference: the caller must not change them until new weights are published. Weights
+    mapped from a file (`driver=live`) satisfy this.
 
     Args:
         model: the trainer's model, or another model of its class; its configuration and initial weights are used.
@@ -286,7 +286,6 @@ class VLLMServerGenerator(InFlight):
         self._restore(state)
 
     def _clear(self) -> None:
-        """Drop everything in flight."""
         self._end_requests()
         self._waiting.clear()
         self._between_turns.clear()
@@ -329,7 +328,7 @@ class VLLMServerGenerator(InFlight):
             del self._running[event.name]
             active = stream.active
             reason = "stop" if stream.end_cause == "stop" else event.reason
-            # We ended this request ourselves: its rollout continues in a new one.
+            # This client has ended the request itself, so the rollout continues in a new request.
             if reason == "abort" and stream.end_cause:
                 self._waiting.appendleft(active)
             elif reason not in ("stop", "length"):
@@ -363,7 +362,7 @@ class VLLMServerGenerator(InFlight):
                 self._abort([event.name], "stop")
 
     def _set_versions(self, stream: _Stream, event: End) -> None:
-        """Set the tokens' weight versions as the server reports them: only it knows when a publish took effect."""
+        """Set the tokens' weight versions as the server reports them: only it knows when new weights took effect."""
         versions = stream.active.rollout.weight_versions
         # Cut to the received tokens: the server may have sampled more after a stop text.
         versions[stream.start : stream.start + stream.received] = event.versions[: stream.received]

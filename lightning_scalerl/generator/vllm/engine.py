@@ -83,8 +83,8 @@ def _version(package: str) -> str | None:
 def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: int, cache_gib: float) -> Any:
     """Start an engine for models with the configuration and class of `model`, without weights yet.
 
-    Sampling is neutral: the model's generation configuration is ignored, only the ids that a request names end a
-    completion, and log-probabilities are those of the distribution that is sampled from.
+    The engine changes nothing in sampling: the model's generation configuration is ignored, only the token ids that a
+    request names end a completion, and log-probabilities are those of the distribution that is sampled from.
 
     Args:
         model: the model whose configuration and device are used, not its weights.
@@ -264,7 +264,7 @@ def after_reload(loaded: Any) -> None:
 
 
 def checkpoint_format(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Return names and tensors as `save_pretrained` writes them; it writes a layer's experts as separate tensors."""
+    """Return names and tensors as `save_pretrained` writes them, with a layer's experts as separate tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = compat.tied_weights(model) if text_config(model).tie_word_embeddings else set()

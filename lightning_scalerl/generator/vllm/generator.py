@@ -1,8 +1,8 @@
 """Generator that samples with a vLLM engine in this process, which steps only on request.
 
 A step samples one token for every rollout that has a slot, as with any other generator. Weights change between two
-steps. Rollouts that were set aside, saved or interrupted continue as new requests after their existing tokens, which
-keep the log-probabilities and versions they were sampled with.
+steps. Rollouts that were paused, saved or interrupted continue as new requests after their existing tokens, which keep
+the log-probabilities and versions they were sampled with.
 """
 
 from __future__ import annotations

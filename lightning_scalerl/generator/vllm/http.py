@@ -176,7 +176,6 @@ class Connection:
             raise self._lost_error(path, "broke off in the middle of an answer")
 
     async def _refused_error(self, path: str, answer: ClientResponse) -> EngineLostError:
-        """Return the exception for an error answer, with the beginning of the server's message."""
         text = (await self._read(path, answer, MAX_ERROR_BYTES)).decode(errors="replace")
         message: Any = text
         with suppress(ValueError, TypeError, KeyError):

@@ -44,7 +44,6 @@ def register() -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process when the process that started the server is gone."""
     while True:
         try:
             os.kill(parent, 0)

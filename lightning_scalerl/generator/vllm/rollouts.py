@@ -71,7 +71,7 @@ class ActiveRollout:
         self.rollout.sources += [Source.SAMPLED] * len(tokens)
 
     def insert(self, tokens: Sequence[int], version: int, source: Source) -> None:
-        """Add tokens that were not sampled, with 0 as log-probability: they count in neither loss nor ratio."""
+        """Add tokens that were not sampled, with 0 as log-probability; they enter neither the loss nor the ratio."""
         self.append(tokens, [0.0] * len(tokens), version)
         start = len(self.rollout.tokens) - len(tokens)
         self.rollout.sources[start:] = [source] * len(tokens)
@@ -141,7 +141,7 @@ class InFlight:
         self._report_queue: deque[StepReport] = deque()
         # Rollouts that wait for an insertion. They have no slot; vLLM's prefix cache may keep their keys and values.
         self._between_turns: dict[tuple[int, int], ActiveRollout] = {}
-        # Unreported work of recomputing caches.
+        # Work of recomputing caches that no report contains yet.
         self._unreported = Computed()
         self._weights: dict[str, Tensor] = {}
         # State at the time of closing; None while the generator is open.
@@ -190,7 +190,7 @@ class InFlight:
         return [active.waiting_report() for active in self._between_turns.values()]
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
-        """Insert an answer's tokens into a waiting rollout and continue it.
+        """Insert the tokens of an environment's answer into a waiting rollout and continue it.
 
         Raises:
             KeyError: the rollout does not wait.
@@ -269,7 +269,7 @@ class InFlight:
         return stop_text is not None and stop_text(active.rollout.sampled_last(stop_text.window))
 
     def _turn_ends(self, active: ActiveRollout, reason: str, ended: StepEnds) -> bool:
-        """Handle the end of a rollout's request: insert the phrase if it is due, and end the turn if it is over.
+        """Handle the end of a rollout's request: force the end of thinking if it is due, or end the turn.
 
         Args:
             active: the rollout.
@@ -333,7 +333,7 @@ class InFlight:
     def _keep_reports(self, aside: AbstractContextManager[None]) -> Iterator[None]:
         """Wrap `aside` so that rollouts that began to wait before it are still reported after it."""
         # A saved state lacks these reports, because a caller of `load_state_dict` reads `waiting` instead. A caller of
-        # `aside` does not.
+        # `aside` does not read it.
         unreported = [active for report in self._report_queue for active in report.waiting]
         with aside:
             yield

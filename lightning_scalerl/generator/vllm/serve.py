@@ -40,7 +40,7 @@ from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ALL_INTERFACES = ("0.0.0.0", "::")
-# Value of MODEL that means: read the configuration from standard input, and end when that input ends.
+# As MODEL it means: read the configuration from standard input, and end when that input ends.
 STDIN = "-"
 # Exit status of a server ended by SIGTERM, as a shell reports it.
 TERMINATED_STATUS = 128 + signal.SIGTERM
@@ -88,7 +88,7 @@ class Server:
             aloud: whether the server's output goes to this process's output instead of the log.
         """
         stdin = subprocess.PIPE if self.shape else subprocess.DEVNULL
-        # `close` ends the server by SIGTERM, so that signal stays open.
+        # `close` ends the server by SIGTERM, so only SIGUSR2 is blocked.
         with self.log.open("ab") as log, shielded(signal.SIGUSR2):
             output = None if aloud else log
             self.process = subprocess.Popen(
@@ -111,7 +111,7 @@ class Server:
 
         Args:
             start_s: seconds that the server may take to answer.
-            announcement: file that announces the server to runs while it answers; None for none.
+            announcement: file that announces the server to runs as long as the server answers; None for none.
 
         Raises:
             CannotGoOnError: the server ends, or does not answer in time.
@@ -390,7 +390,6 @@ def _shape_from(name: str) -> nn.Module | str:
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as command-line flags."""
     flags: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
@@ -453,5 +452,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # warns the run of this job, which still needs the server to save
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it warns the run, which still needs the server while it saves
     sys.exit(main())

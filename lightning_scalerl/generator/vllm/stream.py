@@ -51,7 +51,7 @@ class Streams:
     Attributes:
         connection: connection to the server.
         events: events in order of arrival.
-        heard_at: monotonic time of the last arrival.
+        heard_at: monotonic time at which the last part of an answer arrived.
     """
 
     connection: Connection
@@ -59,7 +59,7 @@ class Streams:
     heard_at: float = field(default_factory=time.monotonic)
 
     async def follow(self, body: dict[str, Any], answer: Answer) -> None:
-        """Follow one request to its end, in the connection's thread; each part of its answer is checked first."""
+        """Turn the answer to one request into events, in the connection's thread. Each part of it is checked first."""
         name, address = answer.name, self.connection.address
         # A token with its log-probability takes about 150 bytes.
         max_bytes = ROOM_BYTES + TOKEN_BYTES * answer.limit

@@ -86,8 +86,8 @@ def _as_json(update_info: Any) -> Any:
 def pairs(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors in checkpoint format, layer by layer.
 
-    A layer's experts are one tensor in memory and many in a checkpoint. They are split only when their layer is due, to
-    save memory.
+    A layer's experts are one tensor in memory and many in a checkpoint. They are split only when their layer is sent,
+    to save memory.
     """
 
     def layer_of(name: str) -> str:
