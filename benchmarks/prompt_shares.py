@@ -203,8 +203,9 @@ function of the shares or of the pass rate before the cut ([list](#corrections))
 absolute deviations on one half of the simulated settings, and tested on the other half. For real runs they are fitted
 on all simulated curves.
 
-- **Rows**: simulated curves are [relays or controls](#curves). Relays rise in steps, often late. Controls (rows *saturating*) approach a ceiling. *All that rise late* are the simulated curves whose reward rises after the cut by {late:g}
-  more than in the quarter of compute before it.
+- **Rows**: simulated curves are [relays or controls](#curves). Relays rise in steps, often late. Controls (rows
+  *saturating*) approach a ceiling. *All that rise late* are the simulated curves whose reward rises after the cut by
+  {late:g} more than in the quarter of compute before it.
 - **engine's error**: mean absolute error of the engine's forecasts.
 - **Columns of corrections**: error with this correction minus the engine's error, on the same curves, ± its standard
   error over curves at fixed coefficients. If the difference is negative, the correction is better.
