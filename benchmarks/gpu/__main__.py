@@ -79,8 +79,8 @@ ENGINE = """## A server of vLLM on the trainer's GPU
 
 A vLLM {vllm} server samples from the same 0.6B model in BF16 with an FP32 head. It has 256 slots for rollouts and 16
 GiB of KV cache. A *publish* is a transfer of new weights to the server. The trainer keeps two models on the same
-GPU: one with the weights before a publish, one with the weights after it. Each row is one run of `python -m
-benchmarks.gpu.engine`.
+GPU: one with the weights before a publish, one with the weights after it. Each row is one run of
+`python -m benchmarks.gpu.engine`.
 
 - *Weights sent by*: the way of the transfer, and whether the server runs in vLLM's eager mode or with CUDA graphs.
   Rows with a star were measured while other engines used the same GPU. So their memory is left out, and their speed
