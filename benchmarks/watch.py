@@ -27,10 +27,10 @@ SET_UP = wrapped(
     "departed from its curve (the *law*). The number of runs is in brackets.",
     "",
     "- **follow the law**: sigmoids with noise.",
-    f"- **fall at once**, **fall slowly**: the same runs, but they lose {FALL:g} of reward after half of their compute, "
-    f"at once or over {RAMP:.0%} of their compute.",
-    "- **small sets**: these runs have another sigmoid, and small held-out sets, so the noise of an evaluation is 0.015 "
-    "instead of 0.006.",
+    f"- **fall at once**, **fall slowly**: the same runs, but they lose {FALL:g} of reward after half of their "
+    f"compute, at once or over {RAMP:.0%} of their compute.",
+    "- **small sets**: these runs have another sigmoid, and small held-out sets, so the noise of an evaluation is "
+    "0.015 instead of 0.006.",
     "- **window of 4 C_mid**: these runs end at 4 times C_mid.",
     "",
 )

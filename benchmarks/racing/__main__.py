@@ -120,7 +120,8 @@ SET_UP = wrapped(
     "- **halving** keeps one in `eta` of the recipes at each stop, by their last values. **median** stops a recipe "
     "whose best value is below the median of the other recipes' means. `grace` is the share of the budget before the "
     "first stop.",
-    "- **signed rank** stops a recipe if the favourite passes more of the same prompts by Wilcoxon's test at level `p`.",
+    "- **signed rank** stops a recipe if the favourite passes more of the same prompts by Wilcoxon's test at level "
+    "`p`.",
 )
 
 
