@@ -160,8 +160,7 @@ def set_up(repeats: int) -> list[str]:
     return wrapped(
         f"- **Runs**: {repeats} simulated runs per row. The true values are A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}. "
         f"R0 is observed once. The noise has a standard deviation of {SD}.",
-        "- **noise**: *white*, or *AR(0.7)*: first-order autoregressive noise, in which neighbouring evaluations have "
-        "a correlation of 0.7.",
+        "- **noise**: *white*, or *AR(0.7)*, in which neighbouring evaluations have a correlation of 0.7.",
         "- **window ends at**: compute of the last evaluation, as a multiple of C_mid. **n**: number of evaluations.",
         "- **A, B, C_mid**: each cell has four numbers. The first is the coverage of the 95% interval. The second is "
         "the share of intervals with an open end (no upper or no lower limit). The third is the median width of the "
