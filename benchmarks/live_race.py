@@ -174,8 +174,8 @@ def page_lines(studies: Studies, place_title: str) -> Iterator[str]:
     }
     for other, agrees in same.items():
         yield (
-            f"- Decisions of {other} at the {len(record.looks)} looks of the race: "
-            f"{'the same as those of the race' if agrees else 'NOT the same'}."
+            f"- At all {len(record.looks)} looks, the decisions of the race and of {other} are "
+            f"{'the same' if agrees else 'NOT the same'}."
         )
     for folder, name in (("race", "the race"), ("killed", "the race whose controller was killed")):
         equal, runs = same_journals(work / folder, work / "full")
