@@ -158,18 +158,17 @@ def spread(pool: ProcessPoolExecutor, work: Callable[[int], object], repeats: in
 def set_up(repeats: int) -> list[str]:
     """Return the text that explains the tables."""
     return wrapped(
-        f"- **Runs**: {repeats} simulated runs per row. The true values are A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}; "
-        f"R0 is observed once. The noise has a standard deviation of {SD}: white, or AR(1) with the correlation in "
-        "brackets.",
-        "- **Rows**: n is the number of evaluations. The window, which is the compute that the fit sees, ends at the "
-        "given multiple of C_mid.",
-        "- **Cells** have four numbers: the coverage of the nominal 95% interval / the fraction of intervals with an "
-        "open end / the median width of the closed intervals / that width divided by the width of the known-noise "
-        "interval.",
-        "- **The known-noise interval** is that of a sigmoid whose noise is known. The fit also allows a random walk "
-        "around the sigmoid, for changes that no sigmoid describes. The additional width is the price of this walk: "
-        "without it, intervals on real curves contain the truth in only 0.60 of cases "
-        "([real_curves.md](real_curves.md)).",
+        f"- **Runs**: {repeats} simulated runs per row. The true values are A {A}, B {B}, C_mid {C_MID:g} and R0 {R0}. "
+        f"R0 is observed once. The noise has a standard deviation of {SD}.",
+        "- **noise**: *white*, or *AR(0.7)*, in which neighbouring evaluations have a correlation of 0.7.",
+        "- **window ends at**: compute of the last evaluation, as a multiple of C_mid. **n**: number of evaluations.",
+        "- **A, B, C_mid**: each cell has four numbers. The first is the coverage of the 95% interval. The second is "
+        "the share of intervals with an open end (no upper or no lower limit). The third is the median width of the "
+        "other intervals. The fourth is this width divided by the width of the known-noise interval.",
+        "- **The known-noise interval** comes from a fit that is given the true covariance of the noise, and that "
+        "assumes an exact sigmoid. Our fit also allows a random walk around the sigmoid, for changes that no sigmoid "
+        "describes, and this makes its intervals wider. Without the random walk, intervals of forecasts on real curves "
+        "contain the truth in only 0.60 of cases ([real_curves.md](real_curves.md)).",
         f"- **Error of a cell**: with {repeats} runs, a true coverage of 0.95 is measured with a standard error of "
         f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
     )
@@ -178,9 +177,11 @@ def set_up(repeats: int) -> list[str]:
 def seeds_set_up() -> list[str]:
     """Return the text that explains the table of `A_total`."""
     return wrapped(
-        f"Runs of one recipe differ in A with a standard deviation of {BORROWED_SEED_SD}. Windows end at 8 C_mid; each "
-        "run has 40 evaluations and AR(0.5) noise. With one seed this standard deviation is assumed; with more seeds "
-        "it is pooled over the study's recipes."
+        f"Here the seeds of a recipe differ in A, with a standard deviation of {BORROWED_SEED_SD}. A study has the "
+        "given numbers of recipes and of seeds per recipe. Each run has 40 evaluations up to 8 C_mid, with AR(0.5) "
+        "noise. With one seed per recipe, and for a single recipe with two seeds, the fit assumes this standard "
+        "deviation. Otherwise it estimates the standard deviation from the seeds. *Open* is the share of intervals "
+        "without an upper or a lower limit."
     )
 
 

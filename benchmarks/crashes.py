@@ -423,18 +423,26 @@ def page(case_list: Sequence[Case], command: str) -> str:
     lines = [
         "# Kills, power cuts and damaged files",
         "",
-        "Does a study survive killed processes, power cuts and damaged files? This was tested on a grid of commands, a "
-        "race and a search.",
+        "Does a study survive killed processes, power cuts and damaged files? There are three kinds of study. Their "
+        "runs are commands of another trainer, here a short script:",
+        "",
+        "- **commands**: a grid of four such runs;",
+        "- **race**: a race of them, which stops runs early;",
+        "- **search**: a search by Optuna over a grid.",
         "",
         f"Written by `{command}`. Each of {len(case_list)} studies gets one fault at a random moment. It is then",
-        "launched again until it is complete, and compared with an undisturbed study. A power cut is simulated:",
-        "all processes are killed at once, and every file is cut to the length at which it was last synced.",
+        "launched again until it is complete, and compared with an undisturbed study of the same kind.",
+        "",
+        "- A **power cut** is simulated: all processes are killed at once, and every file is cut to the length at",
+        "  which it was last synced.",
+        "- Before a file is **damaged**, the controller (the process that launches and follows the runs) is killed.",
+        "",
         "The columns count studies by their outcome:",
         "",
-        "- **same**: every step of every finished member, every look of the race and every value of the search are",
+        "- **same**: every step of every finished run, every comparison by the race and every value of the search are",
         "  the same as in the undisturbed study.",
         "- **named**: data are lost, and `scalerl status`, the fit or the launch reports which data.",
-        "- **refused**: the launch or the member ends with one line that names the file.",
+        "- **refused**: the launch or the run ends with one line that names the file.",
         "- **WRONG**: anything else.",
         "",
         "| study | fault | same | named | refused | WRONG |",
@@ -453,8 +461,10 @@ def page(case_list: Sequence[Case], command: str) -> str:
         lines += [f"- {each.kind}, {each.fault}: {each.why[:300]}" for each in named]
     lines += [
         "",
-        "Limits: the log of a command has no checksums, so flipped bits in it are not noticed.",
-        "The command in this test calls `fsync` on its checkpoints. A command that does not may find them empty after "
+        "Limits:",
+        "",
+        "- The log of a command (`stdout.txt`) has no checksums, so flipped bits in it are not noticed.",
+        "- The command in this test calls `fsync` on its checkpoints. Without `fsync`, checkpoints may be empty after "
         "a power cut.",
     ]
     return "\n".join(lines) + "\n"

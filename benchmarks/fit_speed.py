@@ -161,9 +161,9 @@ def set_up(recipes: int, points: int, repeats: int, verdicts: dict[str, int]) ->
     counted = ", ".join(f"{n} {name}" for name, n in verdicts.items())
     return wrapped(
         f"The {recipes} simulated recipes have {points} evaluations each, and are fitted on one core with one thread. "
-        f"The table shows medians of {repeats} rounds; each round measures every row. All {recipes} recipes have an "
-        f"interval for A; the verdicts are: {counted}. All rows but the first show CPU time, so other work on the "
-        "machine does not count."
+        f"Every row was measured in each of {repeats} rounds. All {recipes} recipes have an interval for A. Number of "
+        f"recipes by verdict: {counted}. All rows but the first show CPU time, so other work on the machine does not "
+        "count."
     )
 
 
@@ -206,19 +206,22 @@ def main() -> int:
             "",
             f"{processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, NumPy {np.__version__}.",
             "",
-            "| what | median | range |",
+            "| task | median | range |",
             "|---|---|---|",
             row("`scalerl fit FILE --json`, start to exit", whole),
-            row("its CPU time", cpu_seconds),
-            row("of that: import", [part["import"] for part in parts_by_round]),
-            row("read the table", [part["read"] for part in parts_by_round]),
-            row("fit all, intervals and verdicts", [part["fit"] for part in parts_by_round]),
-            row("extrapolation errors and R0's effects, then all as JSON", [part["json"] for part in parts_by_round]),
-            row("one curve, in that batch", batch, "ms", 1000),
-            row("one curve alone", ours, "ms", 1000),
-            row("the published procedure (`--method scalerl-a5`), one curve", theirs, "ms", 1000),
-            row("published procedure, relative to one curve alone", ratio, "times"),
-            row("published procedure, relative to one curve in the batch", batched, "times"),
+            row("CPU time of this command", cpu_seconds),
+            row("part of it: imports", [part["import"] for part in parts_by_round]),
+            row("part of it: reading the table", [part["read"] for part in parts_by_round]),
+            row("part of it: all fits, with intervals and verdicts", [part["fit"] for part in parts_by_round]),
+            row(
+                "part of it: extrapolation errors and effects of R0, then writing the JSON",
+                [part["json"] for part in parts_by_round],
+            ),
+            row(f"fit of one curve, among the {options.recipes}", batch, "ms", 1000),
+            row("fit of one curve alone", ours, "ms", 1000),
+            row("published procedure (`--method scalerl-a5`), one curve", theirs, "ms", 1000),
+            row("published procedure, relative to our fit of one curve alone", ratio, "times"),
+            row(f"published procedure, relative to our fit of one curve among the {options.recipes}", batched, "times"),
         ]
     )
     print(text)

@@ -248,15 +248,20 @@ def set_up(repeats: int) -> list[str]:
     """Return the text that explains the table."""
     inside = sum(truth.inside for truth in ZOO)
     return wrapped(
-        f"There are {repeats} studies per row. Unless the row's name says otherwise, a study has 30 evaluations of 250 "
-        "prompts and one seed. Forecasts at 1.25 and 2 times the window, with 95% intervals, are compared with the "
-        "truth and with the last value in the window. In a cell with two numbers, the first is for 1.25 times. With "
-        f"{repeats} studies a true coverage of 0.95 is measured with a standard error of "
-        f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
+        f"There are {repeats} studies per row. A study has one seed with 30 evaluations of 250 prompts, unless the "
+        "row's name says otherwise. The *window* is the compute from 0 to the last of these evaluations. Each cell "
+        "with two numbers has the result at 1.25 times the window, then the result at 2 times the window.",
         "",
-        f"- The first {inside} rows are curves of the fitted family (sigmoids), the others are not.",
+        f"- The first {inside} rows are sigmoids, the others are not.",
         "- A star (*) marks changes that begin after the window.",
-        "- **verdict**: the most common one, with its share. **A named**: share with the verdict `identifiable`.",
+        "- *Wanders for long*: the policy drifts slowly around its mean curve. *Quiet*: it does not drift.",
+        "- **intervals contain the truth**: share of the forecasts' 95% intervals that contain the true reward. With "
+        f"{repeats} studies a true share of 0.95 is measured with a standard error of "
+        f"{np.sqrt(0.95 * 0.05 / repeats):.2f}.",
+        "- **error**, **last value's error**: mean absolute error of the forecast, and of the last evaluation in the "
+        "window used as a forecast.",
+        "- **verdict**: the most common verdict, with its share of the studies.",
+        "- **A named**: share of the studies with the verdict `identifiable`, so that A is reported as the ceiling.",
         "- **A in its interval**: of the studies with a named A, the share whose interval contains the asymptote.",
         "- **`flat` on a trend**: number of studies that are called `flat` although they clearly rise or fall.",
         "",

@@ -147,7 +147,10 @@ def page_lines(studies: Studies, place_title: str) -> Iterator[str]:
     full, raced = spent(work / "full", record.axis), spent(work / "race", record.axis)
     yield f"## {place_title}"
     yield ""
-    yield f"Budget: {budget:.4g} virtual device hours per run (the smallest compute that a member spends on its steps)."
+    yield (
+        f"Budget: {budget:.4g} virtual device hours per run. This is the compute of the member that spends the least "
+        "on its steps."
+    )
     yield ""
     yield "| recipe | stopped at | chance of ending ahead | reward at the budget, from the full grid |"
     yield "|---|---|---|---|"
@@ -157,21 +160,26 @@ def page_lines(studies: Studies, place_title: str) -> Iterator[str]:
         chance = "-" if look is None else f"{look.of(name).p_ahead:.2f}"
         yield f"| {name} | {stopped_at} | {chance} | {reward[name]:.3f} |"
     yield ""
-    yield f"- Run to the end: {', '.join(finishers)}. The race names {named_winner}; the full grid's winner is {best}."
-    yield f"- Compute of all members: {raced:.4g} of the full grid's {full:.4g}: {1 - raced / full:.0%} saved."
+    yield f"- Recipes that the race ran to the end: {', '.join(finishers)}."
+    yield f"- Best recipe: {named_winner} by the race, {best} by the full grid."
+    saved = f"{1 - raced / full:.0%}"
+    yield f"- Compute: {raced:.4g} for the race and {full:.4g} for the full grid, so the race saves {saved}."
     yield (
-        f"- Time: full grid {studies.seconds('full'):.0f} s, race {studies.seconds('race'):.0f} s; with the controller "
-        f"killed {studies.deaths('killed')} times {studies.seconds('killed'):.0f} s."
+        f"- Time: {studies.seconds('full'):.0f} s for the full grid, {studies.seconds('race'):.0f} s for the race, and "
+        f"{studies.seconds('killed'):.0f} s for the race whose controller was killed {studies.deaths('killed')} times."
     )
     same = {
         "the race whose controller was killed": decisions(RaceRecord.read(work / "killed").looks) == decided,
         "`scalerl race` on the full grid": decisions(after.looks) == decided,
     }
     for other, agrees in same.items():
-        yield f"- {len(record.looks)} looks; the decisions of {other} are {'the same' if agrees else 'NOT the same'}."
+        yield (
+            f"- At all {len(record.looks)} looks, the decisions of the race and of {other} are "
+            f"{'the same' if agrees else 'NOT the same'}."
+        )
     for folder, name in (("race", "the race"), ("killed", "the race whose controller was killed")):
         equal, runs = same_journals(work / folder, work / "full")
-        yield f"- Runs of {name}: {equal} of {runs} have a journal equal to the full grid's, up to the journal's end."
+        yield f"- Runs of {name}: {equal} of {runs} journals equal those of the full grid, as far as they go."
     yield ""
 
 

@@ -51,12 +51,14 @@ def page_lines(studies: Studies, trial_count: int) -> Iterator[str]:
     ended = ", ".join(f"{number} {state}" for state, number in sorted(count.items()))
     yield f"- Trials in Optuna's journal: {len(trials)} of {trial_count} ({ended})."
     lost, orphans = len(set(runs) - set(states)), len(set(states) - set(runs))
-    yield f"- Members in the ledger: {len(states)}; trials without one: {lost}; members without a trial: {orphans}."
+    members = f"Members in the ledger: {len(states)}"
+    yield f"- {members}. Trials without a member: {lost}. Members without a trial: {orphans}."
     twice, by_jobs = sum(events["finished", run] > 1 for run in states), sum(n > 1 for n in finished.values())
-    yield f"- Members that finished more than once, by the ledger: {twice}; by their jobs: {by_jobs}."
+    yield f"- Members that finished more than once: {twice} by the ledger, {by_jobs} by the records of their jobs."
     restarted = sum(state.attempts > 1 for state in states.values())
-    yield f"- Members with more than one job: {restarted}; steps that are in a journal twice: {repeated}."
-    yield f"- The controller was killed {studies.deaths('search')} times; total time {studies.seconds('search'):.0f} s."
+    yield f"- Members with more than one job: {restarted}. Steps that a journal contains twice: {repeated}."
+    deaths, seconds = studies.deaths("search"), studies.seconds("search")
+    yield f"- The controller was killed {deaths} times. Total time: {seconds:.0f} s."
     yield ""
 
 

@@ -182,65 +182,72 @@ def real_cuts(study: Path) -> tuple[list[Cut], str]:
         short += cut_found is None
         cuts += [cut_found] if cut_found else []
     late = sum(each.late for each in cuts)
-    counts = f"{without} without passes per prompt; of the others {short} have too few evaluations and {late} rise late"
-    return cuts, f"`{study.name}`: {len(folders)} runs, {counts}"
+    counts = f"{without} without recorded passes per prompt, {short} with too few evaluations, {late} that rise late"
+    return cuts, f"`{study.name}`: {len(folders)} runs; of these {counts}."
 
 
 PAGE = """# Shares of prompts at 0, and late rises
 
-Some rewards stay level for long and rise late. This page tests whether forecasts of such rises improve if they also use
-the shares of held-out prompts that are passed by no completion, by some, or by every completion. **The forecasting
-engine does not use these shares**: each correction that improves late rises makes forecasts of other curves worse.
+Some rewards stay level for long and rise late. Each evaluation also gives the shares of held-out prompts that no
+completion, some completions, or all completions pass. Do these shares improve forecasts of late rises?
 
 ```
 make demo
 python -m benchmarks.prompt_shares {studies} --out docs/measured/prompt_shares.md
 ```
 
-Each curve is cut at half of its compute, and the mean of its last quarter is forecast: by the engine alone, and with a
-correction added. A correction is a linear function of the terms [below](#corrections). Its coefficients are fitted by
-least absolute deviations on one half of the simulated settings, and tested on the other half. For real runs they are
-fitted on all simulated curves.
+**`scalerl fit` does not use these shares**: each correction by them that improves late rises makes forecasts of other
+curves worse. This was tested as follows. Each curve is cut at half of its compute, and the mean reward over its last
+quarter is forecast twice: by our fit alone (*the engine*), and with a correction added. A correction is a linear
+function of the shares or of the pass rate before the cut ([list](#corrections)). Its coefficients are fitted by least
+absolute deviations on one half of the simulated settings, and tested on the other half. For real runs they are fitted
+on all simulated curves.
+
+- **Rows**: simulated curves are [relays or controls](#curves). Relays rise in steps, often late. Controls (rows
+  *saturating*) approach a ceiling. *All that rise late* are the simulated curves whose reward rises after the cut by
+  {late:g} more than in the quarter of compute before it.
+- **engine's error**: mean absolute error of the engine's forecasts.
+- **Columns of corrections**: error with this correction minus the engine's error, on the same curves, ± its standard
+  error over curves at fixed coefficients. If the difference is negative, the correction is better.
+- **enters the engine**: yes, if the correction improves forecasts of late rises by two standard errors or more, and
+  makes neither a control nor a real study worse by two standard errors.
 
 | curves | runs | engine's error | {names} |
 |---|---|---{rule}|
 {rows}
 | enters the engine | | | {enters} |
 
-The table has mean absolute errors. The columns of corrections show the difference from the engine's error on the same
-curves, with its standard error over curves at fixed coefficients. Below zero the correction is better. [Relays and
-controls](#curves) are the two kinds of simulated curves; controls are the rows *saturating*. A correction would enter
-the engine under two conditions: forecasts of late rises improve by two standard errors, and neither a control nor a
-real study gets worse by two standard errors.
-
 ## Corrections
+
+The share *at 0* is the share of held-out prompts that no completion passes. The share *in between* is that of prompts
+that some completions pass. An increase or decrease is measured from a quarter to a half of the compute.
 
 {corrections}
 
-An increase or decrease is measured from a quarter to a half of the compute. The last correction uses no shares. It
-shows how much the pass rate alone achieves. Before these corrections were chosen, about fifteen forms (also with
-constants, products and least squares) were compared on other random draws. Each form that improved relays made controls
-worse.
+The correction *pass rate* uses no shares. It shows how much the pass rate alone achieves. Before these corrections were
+chosen, about fifteen forms (also with constants, products and least squares) were compared on other random draws. Each
+form that improved relays made controls worse.
 
 ## Curves
 
 - **Relays** follow arXiv 2602.14872, of which only the abstract was available: easier prompts become learnable first
   and make slightly harder ones learnable. If the levels of difficulty are far apart, the reward stays on a plateau
-  before it rises again. The equations are this project's: a prompt of L steps passes with probability p = exp(-q L),
-  and log q falls at the rate of the mean of -p log p, which is the gradient of the mean pass rate. From one level to
-  the next, lengths grow by a factor of 1.6 to 3.5 (*levels close*) or 25 to 100 (*levels distant*). The
-  compute at which half of the last level is learned is 0.3 to 1.5 times the budget.
-- **Controls** saturate: the logits of all prompts rise together, from a pass rate near 0 or well above it, or with 10
-  to 50% of the prompts never learned.
-- {curves} runs per setting, {prompts} prompts, 4 or 16 completions each, 25 evaluations. *Rise late*: after the cut the
-  reward rises by {late:g} more than in the quarter of compute before it.
+  before it rises again. The equations are this project's:
+    - A prompt of L steps passes with probability p = exp(-q L), where q is the error per step.
+    - log q falls at the rate of the mean of -p log p, which is the gradient of the mean pass rate.
+    - From one level to the next, L grows by a factor of 1.6 to 3.5 (*levels close*) or 25 to 100 (*levels distant*).
+    - Half of the last level is learned at 0.3 to 1.5 times the compute of the run.
+- **Controls** saturate. The logits of all prompts rise together: from a pass rate near 0, from one well above it, or
+  with 10 to 50% of the prompts never learned.
+- Each setting has {curves} runs with {prompts} prompts and 25 evaluations. An evaluation has 4 or 16 completions per
+  prompt.
 
 ## Real studies
 
 {left_out}
 - The runs of `real_model` have one completion per prompt. The share at 0 is then one minus the pass rate, and adds
   no information. At half of their compute these runs have three evaluations, too few for a forecast.
-- The study `replication` is that of seeds 0 and 1, run by `python benchmarks/replication.py --run --seeds 0,1`.
+- The study `replication` has seeds 0 and 1. It was run by `python benchmarks/replication.py --run --seeds 0,1`.
 
 ## Why
 
@@ -248,13 +255,13 @@ worse.
   best correction there. But a saturating curve that starts near 0 looks the same at the cut.
 - If a share of prompts stays at 0, the curve is on a plateau before the next level, or these prompts are never learned.
   No data before the cut separate the two cases.
-- So whether a correction helps depends on how many curves are relays. In this mixture, where two curves in five are
-  relays, the gain over all curves is within two standard errors of zero.
+- So whether a correction helps depends on how many curves are relays. In the simulated mixture two curves in five are
+  relays. Over all simulated curves, no correction is better than the engine by two standard errors.
 """
 CORRECTIONS = {
     "at 0": "share at 0, and its decrease",
-    "at 0 and between": "the same, and the share in between",
-    "leaving 0": "decrease of the share at 0 minus the increase of the pass rate, if positive",
+    "at 0 and between": "share at 0, its decrease, and the share in between",
+    "leaving 0": "decrease of the share at 0 minus the increase of the pass rate, or 0 if that is negative",
     "pass rate": "one minus the pass rate, and its increase",
 }
 

@@ -49,13 +49,15 @@ def describe(study: Path) -> list[str]:
         ends.append(f"{rewards[0]:.2f} to {rewards[-1]:.2f} (seed {seed})")
     head = loaded.runs[0].header
     return [
-        f"{len(loaded.runs)} runs of {len(loaded.curves)} recipes, a model of {head['parameters']:,} parameters on one "
-        f"CPU core each. `{recipe.recipe}` goes from a held-out pass rate of {' and '.join(ends)}. Compute is in "
-        f'{UNITS[recipe.axis]}. The column "compute to 90%" has the compute to gain 90% of the way from R0 to the '
-        "ceiling that the tied recipes share. Intervals are 95%; they are for these runs, without the spread between "
-        "seeds. "
-        "Other processors round differently, so the same seeds reach other pass rates there. Written by "
-        "`benchmarks/readme.py` from `make demo`.",
+        f"The study has {len(loaded.runs)} runs of {len(loaded.curves)} recipes. Each run trains a model of "
+        f"{head['parameters']:,} parameters on one CPU core. The held-out pass rate of `{recipe.recipe}` rises from "
+        f"{' and from '.join(ends)}. Other processors round differently, so the same seeds reach other pass rates "
+        "there. Written by `benchmarks/readme.py` from `make demo`.",
+        "",
+        "In the table, A is the estimated ceiling with its 95% interval. The interval is for these runs; it does not "
+        f"include the spread between seeds. Compute is in {UNITS[recipe.axis]}. *Compute to 90%* is the compute to "
+        "gain 90% of the way from R0 to the ceiling that the tied recipes share. It is empty for recipes that are not "
+        "tied. The [glossary](../README.md#glossary) explains the other columns.",
     ]
 
 
@@ -86,12 +88,14 @@ def several_attempts(study: Path) -> list[str]:
         f"Recipes can also be ranked by pass@k, the share of prompts with a right answer in k attempts (`scalerl rank "
         f"outputs/demo`). Here {ranked_at_k.sentence}.",
         "",
-        f'"At {ranked_at_k.compute:.4g}" is at that many {UNITS[loaded.curves[0].axis]}, which all recipes spent. The '
-        "number before a value is the recipe's place in the ranking of that column.",
+        f"The columns *at {ranked_at_k.compute:.4g}* compare the recipes at {ranked_at_k.compute:.4g} "
+        f"{UNITS[loaded.curves[0].axis]}, which all of them have spent. The number before a value is the recipe's "
+        "place in the ranking by that column.",
         "",
         *lines,
         "",
-        "Held-out prompts that always pass (dark), sometimes (light) and never (white), means over the two seeds:",
+        "The last figure shows the shares of held-out prompts that always pass (dark), sometimes pass (light) and "
+        "never pass (white), as means over the two seeds:",
         "",
         "![shares of the demo's held-out prompts that always, sometimes and never pass](demo/report_prompts.png)",
     ]

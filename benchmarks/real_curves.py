@@ -214,31 +214,43 @@ def report(
     lines = [
         "# Forecasts on real curves",
         "",
-        "How good are forecasts on published reward curves of other projects, and how much does each law of the model",
-        "(see the [glossary](../README.md#glossary)) contribute?",
+        "How good are forecasts on published reward curves of other projects? How much does each part of the model "
+        "contribute: its two laws of growth (a sigmoid and a Weibull curve), its law *none* (a level curve), and the "
+        "random walk around them?",
         "",
-        f"Written by `python benchmarks/real_curves.py {name}`. Every curve of 8 points or more is cut at "
-        f"{', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute, and the mean of its last quarter is "
-        "forecast from the points before the cut. The last value and the mean of the last five values serve as simple "
-        "forecasts to compare with. Errors and widths are shares of the reward's scale. The repository contains only "
-        "the files in `benchmarks/real`; the licences of the other files do not allow copying.",
+        f"Written by `python benchmarks/real_curves.py {name}`. Every curve (one seed of a recipe) of {LEAST} points "
+        f"or more is cut at {', '.join(f'{share:.0%}' for share in FORECAST_AT)} of its compute. The mean reward over "
+        "its last quarter, the *later reward*, is forecast from the points before the cut. Two simple forecasts are "
+        "compared: the last value before the cut, and the mean of the last five values. The repository contains only "
+        "the curves in `benchmarks/real`; the licences of the others do not allow copying.",
+        "",
+        "- **intervals contain the truth**: how many 95% intervals contain the later reward; in brackets the share, "
+        "with its own 95% interval (Wilson).",
+        "- **error**: mean absolute error of the forecast, as a share of the reward's scale.",
+        f"- **interval score**: width of the 95% interval, plus {MISS} times the distance by which it misses the later "
+        "reward. Lower is better.",
+        "- **rows**: after the rows by cut, one row per file. The name of a file begins with `eval` (held-out "
+        "evaluations) or `train` (training rewards).",
         "",
         *HEAD,
         *rows,
         "",
         *_verdicts(reported),
         "",
-        "How good are the predicted chances that a recipe is the best at the end? Each file is a study, cut at "
-        f"{', '.join(f'{s:.0%}' for s in CHANCES_AT)} of its compute:",
+        "How good are the predicted probabilities that a recipe is the best at the end? Here each file is a study, cut "
+        f"at {', '.join(f'{s:.0%}' for s in CHANCES_AT)} of its compute. A case is one recipe at one cut:",
         "",
-        f"- the chance was below 0.05 for {len(low)} recipes: "
+        f"- the probability was below 0.05 in {len(low)} cases: "
         + (f"{_share(sum(low), len(low))} were best" if low else "-"),
-        f"- the chance was above 0.9 for {len(high)} recipes: "
+        f"- the probability was above 0.9 in {len(high)} cases: "
         + (f"{_share(sum(high), len(high))} were best" if high else "-"),
         "",
-        f"How good is the recipe that is chosen at the cut for the end of the study (margin {MARGIN:g} of the scale)?",
+        "How good is the recipe that is chosen at the cut? A choice is *decided* if, with 95% probability, the chosen "
+        f"recipe ends within the margin ({MARGIN:g} of the reward's scale) of the best one. *Regret* is the best "
+        "recipe's later reward minus the chosen recipe's, as a share of the scale. The last column is the regret of "
+        "choosing by the last value.",
         "",
-        "| cut at | studies | decided | of these within the margin | regret | regret by last value |",
+        "| cut at | studies | decided | of the decided: within the margin | regret | regret by last value |",
         "|---|---|---|---|---|---|",
     ]
     for share in CHANCES_AT:
@@ -255,23 +267,28 @@ def _verdicts(cut_rows: Sequence[Forecast]) -> list[str]:
     named = [row for row in cut_rows if row.a is not None]
     level = [row for row in cut_rows if row.level]
     flat = [row for row in cut_rows if row.verdict == "flat"]
-    lines = ["Verdicts and later rewards:", ""]
+    lines = ["Verdicts (see the [glossary](../README.md#glossary)) and later rewards:", ""]
     if named:
         ends = [row.a for row in named if row.a is not None]
         above = sum(row.came > a[1] for row, a in zip(named, ends, strict=True))
         below = sum(row.came < a[0] for row, a in zip(named, ends, strict=True))
         width = float(np.median([high - low for low, high in ends]))
         lines.append(
-            f"- A was named at {len(named)} of {len(cut_rows)} cuts, with a median width of {width:.3f} of its "
-            f"interval; the later reward is above this interval in {above} cases, below it in {below}"
+            f"- The verdict was `identifiable`, so that A is reported, at {len(named)} of {len(cut_rows)} cuts. The "
+            f"median width of A's interval was {width:.3f}. The later reward was above this interval in {above} cases, "
+            f"and below it in {below}."
         )
     if level:
         lines.append(
-            f"- of {len(level)} cuts at which a run was level (within {LEVEL:g} of the later reward, after a rise of "
-            f"{RISE:g}), A was named at {sum(row.a is not None for row in level)}"
+            f"- At {len(level)} cuts the run was already level: it had risen by {RISE:g}, and was within {LEVEL:g} of "
+            f"the later reward. The verdict was `identifiable` at {sum(row.a is not None for row in level)} of these "
+            "cuts."
         )
     rose = sum(row.rose > 0.02 for row in flat)
-    lines.append(f"- the verdict was `flat` at {len(flat)} cuts; of these, {rose} had risen by 0.02 at the end")
+    lines.append(
+        f"- The verdict was `flat` at {len(flat)} cuts. In {rose} of these cases the later reward was more than 0.02 "
+        "above the first value."
+    )
     return lines
 
 
@@ -286,8 +303,7 @@ def ablation(files: Sequence[tuple[Path, Sequence[Curve]]], forecasts_with_all_l
         rows += table("without a walk", [row for file, curves in files for row in forecasts(file, curves)])
     return [
         "",
-        "The same forecasts by models without one of the laws (the law *none* is a level curve), or without the random "
-        "walk around the law:",
+        "The forecasts of the first row, repeated by models that lack one law or the random walk:",
         "",
         *HEAD,
         *rows,

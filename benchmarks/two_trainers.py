@@ -145,7 +145,7 @@ def lines(points: pd.DataFrame) -> list[str]:
     late = points[points.step > points.step.max() - 30]
     table_lines = [
         "| recipe | seeds | steps | ours, last 30 steps | TRL, last 30 steps | TRL minus ours at the end "
-        "| A, TRL minus ours | the difference at the end: interval contains 0 | its width |",
+        "| A, TRL minus ours | difference at the end: interval contains 0 | width of that interval |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for recipe in RECIPES:

@@ -238,9 +238,9 @@ def grading(folder: Path, workers: int, rows: int | None) -> tuple[list[str], bo
         lines.append(f"| {way} | {reward:g} | {' | '.join(cells[way])} | {speed} |")
     lines += [
         "",
-        f"{count} completions in {spent:.0f} s with {workers} worker{'s' * (workers != 1)}: {count / spent:.0f} per "
-        f"second; the slowest took {slowest:.2f} s. Rows without an answer are left out, as in training "
-        f"(here {blank_rows}). {len(failed)} completions do not get the score that they should"
+        f"In all, {count} completions were graded in {spent:.0f} s with {workers} worker{'s' * (workers != 1)}, "
+        f"{count / spent:.0f} per second. The slowest took {slowest:.2f} s. Rows without an answer are left out, as in "
+        f"training; here there are {blank_rows}. {len(failed)} completions do not get the right score"
         + (f"; the first {SHOWN}:" if len(failed) > SHOWN else ":"),
         "",
         "| row | answer written | gold | answer | score | why |",
@@ -300,16 +300,17 @@ def prompts(folder: Path, size: int) -> list[str]:
         cache_bytes = sum(file.stat().st_size for file in Path(cache).rglob("*.npz"))
     count = len(lengths)
     return [
-        f"GSM8K, {count} prompts, a byte-level BPE of {len(tokenizer)} tokens with a chat template; "
-        f"{sum(lengths)} tokens, {min(lengths)} to {max(lengths)} per prompt.",
+        f"How long does it take to prepare the {count} prompts of GSM8K? The tokenizer is a byte-level BPE of "
+        f"{len(tokenizer)} tokens with a chat template. The prompts have {sum(lengths)} tokens, {min(lengths)} to "
+        f"{max(lengths)} each.",
         "",
         *(f"- {note}" for note in task.notes()),
         "",
-        "| what | seconds |",
+        "| task | seconds |",
         "|---|---|",
         f"| read both files, check for duplicates and leaks | {loaded:.2f} |",
-        f"| chat template, tokens and lengths, the first time | {seconds[0]:.2f} |",
-        f"| the same from the cache ({cache_bytes / 2**20:.1f} MiB) | {seconds[1]:.2f} |",
+        f"| apply the chat template, tokenize and measure lengths, the first time | {seconds[0]:.2f} |",
+        f"| read the same from the cache ({cache_bytes / 2**20:.1f} MiB) | {seconds[1]:.2f} |",
     ]
 
 
@@ -333,15 +334,18 @@ def main() -> int:
             [
                 "# Verifiers on real answers",
                 "",
-                "Errors of this project's mathematics verifiers on GSM8K and MATH, and their speed.",
+                "How often does this project's mathematics verifier grade an answer wrongly, and how fast is it? It is "
+                "tested on the right answers (*gold answers*) of GSM8K and MATH.",
                 "",
                 f"Written by `{command}` on {os.cpu_count()} cores, Python {platform.python_version()}.",
                 "",
                 "## Gold answers, and changed ones",
                 "",
-                "Each gold answer is graded unchanged (GSM8K: with its own reasoning; MATH: boxed), in other notations "
-                "with the same meaning, and changed so that its meaning differs. A notation or change is tried only on "
-                "the rows to which it can be applied.",
+                "Each gold answer is graded in three ways: as it is (in GSM8K with its own reasoning, in MATH in a "
+                "`\\boxed`), in other notations with the same meaning, and changed so that its meaning differs. The "
+                "column *must score* has the right score: 1, or 0 if the meaning is changed. The columns of the data "
+                "sets count the answers that get the right score, among the rows to which the notation or change can "
+                "be applied.",
                 "",
                 *lines,
                 "",

@@ -24,9 +24,14 @@ from sweeps.parallel import cores, mapped
 FALL, RAMP, RHO = 0.1, 0.15, 0.6
 SET_UP = wrapped(
     "The table has the share of simulated runs for which `scalerl watch` reports, at any evaluation, that the run has "
-    "departed from the law. The number of runs is in brackets. Runs that fall lose "
-    f"{FALL:g} of reward after half of their compute: *at once*, or *slowly*, over {RAMP:.0%} of their compute. The "
-    "row *small sets* has another curve, evaluated with a noise of 0.015 instead of 0.006.",
+    "departed from its curve (the *law*). The number of runs is in brackets.",
+    "",
+    "- **follow the law**: sigmoids with noise.",
+    f"- **fall at once**, **fall slowly**: the same runs, but they lose {FALL:g} of reward after half of their "
+    f"compute, at once or over {RAMP:.0%} of their compute.",
+    "- **small sets**: these runs have another sigmoid, and small held-out sets, so the noise of an evaluation is "
+    "0.015 instead of 0.006.",
+    "- **window of 4 C_mid**: these runs end at 4 times C_mid.",
     "",
 )
 

@@ -26,71 +26,87 @@ PAGE = ROOT / "docs" / "measured" / "gpu.md"
 DENSE_BF16 = 989e12  # FLOPs per second of an H100 or H200 according to its data sheet, without sparsity
 HEAD = """# On a GPU
 
-Written by `python -m benchmarks.gpu` from [benchmarks/results/gpu.json](../../benchmarks/results/gpu.json):
-{machine}, {date}. The machine had no model weights and no data sets: models have random weights, and prompts and
-completions are meaningless words. So the page says nothing about learning.
+Does this project run correctly on a GPU, how fast is a training step, and how fast does a vLLM server take new
+weights?
+
+Written by `python -m benchmarks.gpu` from [benchmarks/results/gpu.json](../../benchmarks/results/gpu.json), measured
+on {machine}, {date}. The machine had no model weights and no data sets. So models have random weights, prompts and
+completions are meaningless words, and the page says nothing about learning.
 
 Not tried yet: training on several GPUs, sending weights to an engine over NCCL, FlashAttention's own kernels in the
 trainer, and models of 8B or more.
 """
 CURVES = """## The same run as on a CPU
 
-The runs use the demo's task and model, and take {steps} steps of PipelineRL. From the first sampled token on, every
-metric of every record except times and probes is compared with the same run on the CPU. The column *furthest* has the
-largest relative difference, and the metric where it occurs. Values below 0.001 count as 0.001 in the denominator. A
-*probe* compares the log-probabilities of trainer and generator. The table has the mean difference of the last step, and
-its 99th percentile.
+The runs use the demo's task and model, and take {steps} steps of PipelineRL. Each is compared with the same run on
+the CPU.
+
+- **furthest from the CPU**: the largest relative difference of a metric between the two runs, and the name of this
+  metric. All metrics of all records are compared, except times and probes. In the denominator, values below 0.001
+  count as 0.001. The column is empty for the live run and the BF16 run, because they sample other tokens than the
+  CPU.
+- **probe**: difference between the log-probabilities of trainer and generator at the last step, as mean and as 99th
+  percentile. The live run has too few steps for a probe.
 """
-AFTER_CURVES = """In FP32 the GPU samples the same tokens as the CPU up to the last step. `strategy=fsdp2` is one rank
-here, over NCCL. The curves of the live run and of the BF16 run differ from the CPU's, so the column *furthest* is
-empty for them. The live run has too few steps for a probe.
+AFTER_CURVES = """In FP32 the GPU samples the same tokens as the CPU up to the last step. `strategy=fsdp2` has a
+single rank here, with NCCL.
 """
 TRAINING = """## Training steps at 0.6B
 
-The model is Qwen3-0.6B with FP32 weights, gradients and Adam moments, BF16 autocast and torch's
-`scaled_dot_product_attention`. A step has four passes of 16,384 tokens; each pass is one row of 512 prompt tokens and
-15,872 completion tokens. Rates are means of three steps after one warm-up step. FLOPs leave out recomputation. On this
-GPU, a product of two matrices of 8,192 x 8,192 runs at {bf16:.0f} TFLOP/s in BF16 and at {fp32:.0f} TFLOP/s in FP32.
-The share of the peak is relative to the data sheet's {peak:.0f} TFLOP/s. Memory is the most that torch allocated at
-once; *forecast* is the value of `scalerl memory`, printed at the start of the run.
+The model has the shape of Qwen3-0.6B, with FP32 weights, gradients and Adam moments, BF16 autocast and torch's
+`scaled_dot_product_attention`. A step has four passes of 16,384 tokens. Each pass is one row of 512 prompt tokens
+and 15,872 completion tokens. Rates are means of three steps after one warm-up step.
+
+- **setting**: the *head* is the last layer, from hidden states to logits. By default the layers' activations are
+  recomputed in the backward pass; *layers' inputs on the host* also keeps the layers' inputs in the CPU's memory.
+- **TFLOP/s**: without the FLOPs of recomputation.
+- **share of the peak**: relative to the {peak:.0f} TFLOP/s of the data sheet. For comparison, a product of two
+  matrices of 8,192 x 8,192 runs at {bf16:.0f} TFLOP/s in BF16 and at {fp32:.0f} TFLOP/s in FP32 on this GPU.
+- **memory**: the most that torch allocated at once. **forecast**: the value of `scalerl memory`, printed at the
+  start of the run.
 """
-AFTER_TRAINING = """- A quarter of this small model's parameters belong to the vocabulary, so an FP32 head costs a
-  third of the speed. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns. The price is small: hidden
-  states are in BF16 anyway, and the head's weights are rounded to 11 bits.
-- Without recomputation, the memory forecast is a third too high.
-- An attempt to compute all logits of a pass (2.5 billion) at once ended in an error. So packed and padded rows were not
-  compared.
-- For comparison: for this model size and length, prime-rl reports 11.9k tokens per second, 11% of the peak and 12.5 GiB
-  on one H100.
+AFTER_TRAINING = """- An FP32 head costs a third of the speed, because a quarter of this small model's parameters
+  belong to the vocabulary. With `torch.backends.cuda.matmul.allow_tf32` most of the speed returns. The loss of
+  precision is small: hidden states are in BF16 anyway, and the head's weights are rounded to 11 bits.
+- If nothing is recomputed, the memory forecast is a third too high.
+- An attempt to compute all logits of a pass (2.5 billion) at once ended in an error. So packed and padded rows were
+  not compared.
+- For comparison: for this model size and length, prime-rl reports 11.9k tokens per second, 11% of the peak and 12.5
+  GiB on one H100.
 """
 
 ENGINE = """## A server of vLLM on the trainer's GPU
 
-vLLM {vllm}, the same 0.6B in BF16 with an FP32 head, 256 slots and 16 GiB of KV cache. The trainer keeps two models
-on the same GPU: one with the weights before a publish (a transfer of new weights to the server), one with the weights
-after it. Each row is one run of `python -m benchmarks.gpu.engine`.
+A vLLM {vllm} server samples from the same 0.6B model in BF16 with an FP32 head. It has 256 slots for rollouts and 16
+GiB of KV cache. A *publish* is a transfer of new weights to the server. The trainer keeps two models on the same
+GPU: one with the weights before a publish, one with the weights after it. Each row is one run of
+`python -m benchmarks.gpu.engine`.
 
-- *Publish*: the time of a publish, which moves 1.2 GB. It pauses the server, loads every tensor, and resumes with the
-  rollouts in flight. *In the middle*: the time of a publish while rollouts are half done.
-- *Gap*: the mean absolute difference of log-probabilities between engine and trainer, where the trainer uses the
-  published weights. *To the other weights*: the same difference, where the trainer uses its other weights. A small gap
-  next to a large second value shows that the right weights arrived.
+- *Weights sent by*: the way of the transfer, and whether the server runs in vLLM's eager mode or with CUDA graphs.
+  Rows with a star were measured while other engines used the same GPU. So their memory is left out, and their speed
+  is a lower bound.
+- *Publish*: the time of a publish, which moves 1.2 GB. It pauses the server, loads every tensor, and resumes with
+  the rollouts in flight. *In the middle*: the time of a publish while rollouts are half done.
+- *Gap*: the mean absolute difference between the log-probabilities of the server and those of the trainer's model
+  with the published weights. *To the other weights*: the same difference to the trainer's other model. If the first
+  is small and the second large, the right weights have arrived.
 - *Tokens per second*: {rollouts} rollouts of 512 tokens that start at the same time.
-- *Memory*: the GPU memory that all processes use.
+- *Memory awake, asleep*: the GPU memory of all processes, in both cases. *Sleep, wake*: the time to put the server
+  to sleep, and to wake it.
 """
-AFTER_ENGINE = """Rollouts that were half done at a publish contain tokens of both versions, as intended. While asleep,
-the server keeps about 1 GiB. After waking it has the weights from before, and accepts new ones. Rows with a star were
-measured while other engines used the same GPU. So their memory is left out, and their speed is a lower bound.
+AFTER_ENGINE = """Rollouts that were half done at a publish contain tokens of both versions of the weights, as
+intended. While asleep, the server keeps about 1 GiB. When it wakes, it has the weights that it had before, and
+accepts new ones.
 
-These runs found three faults that do not occur on a CPU:
+These runs found three faults that do not occur on a CPU. All three are fixed:
 
-- CUDA IPC refused a tensor larger than `bucket_mib`, such as the embeddings. This is fixed, and the row
-  of CUDA IPC above was measured with the fix.
-- With `generator=vllm`, in the trainer's own process, the engine's first CUDA graph ended in an illegal memory access:
-  Lightning frees cuBLAS's workspaces after the engine has captured them. This is fixed, and **was not run on a GPU
-  again**.
-- In FP32, vLLM's attention rounded to TF32. This changed log-probabilities by 2e-5 on average and 1e-4 at the 99th
-  percentile, so the run's probe ended an FP32 run. This is fixed too, and **was not run on a GPU again**.
+- CUDA IPC refused a tensor larger than `bucket_mib`, such as the embeddings. The row of CUDA IPC above was measured
+  with the fix.
+- With `generator=vllm` the engine runs in the trainer's own process. Its first CUDA graph ended in an illegal memory
+  access, because Lightning freed cuBLAS's workspaces after the engine had captured them. **The fix was not run on a
+  GPU.**
+- In FP32, vLLM's attention rounded to TF32. This changed log-probabilities by 2e-5 on average and by 1e-4 at the
+  99th percentile, so the probe ended an FP32 run with an error. **The fix was not run on a GPU.**
 """
 
 

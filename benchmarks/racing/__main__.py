@@ -39,7 +39,6 @@ from benchmarks.racing import ours, rivals
 from benchmarks.racing.simulate import SYNE_STUDIES, of_syne_tune, simulate, together
 from benchmarks.racing.studies import (
     EVALUATIONS,
-    MARGIN,
     PROMPTS,
     RECIPES,
     SAMPLES,
@@ -98,27 +97,25 @@ def comparison_table(rows_of_methods: Mapping[str, Array], names: Sequence[str])
 
 
 SET_UP = wrapped(
-    f"- **Studies**: simulated, of {RECIPES} recipes with one run each. A run has {EVALUATIONS} evaluations of "
-    f"{PROMPTS} held-out prompts with {SAMPLES} samples; all runs have the same prompts.",
-    "- **Differences**: recipes differ in A, B and C_mid. The *spread* in the headings is the standard deviation of A "
-    f"between recipes. Between runs of one recipe, A has a standard deviation of {SEED_SD}. The pass rate drifts "
-    f"around its curve with a standard deviation of {WANDER}.",
-    "- **Compute**: all compute that was observed, as a share of the compute of running every recipe to the budget.",
-    "- **Regret**: the best recipe's true reward at the budget minus that of the recipe that the method names; mean "
-    "and standard error over studies.",
-    "- **False kills**: stopped recipes whose true reward at the budget exceeds that of every remaining recipe by more "
-    f"than {MARGIN}.",
-    "- **On the frontier**: no other method has both less regret and less compute. If the cell says *no*, it names one "
-    "that has.",
-    "- **Listed**: the tables list the methods on the frontier, and all races and Hyperband variants. Halving was "
-    "tried with three rates and ten grace periods, both synchronously and as Optuna's ASHA. The median was tried with "
-    "as many settings, and signed ranks with four levels and four grace periods. So the competitors on the frontier "
-    "are tuned.",
-    "- **Names**: a race stops a recipe if its chance of ending ahead of the favourite is below `p` at `looks` looks "
-    "in a row. *Last value* does so without a forecast. `eta` is the rate of halving, and `grace` the share of the "
-    "budget before the first stop. *Signed rank* compares passes of the same prompts by Wilcoxon's test at level `p`.",
-    "- **`loss`**: for races, the limit on the expected cost of all stops together. Rows without it have no limit; the "
-    f"default is {ours.RACING.loss:g}, in `{ours.DEFAULT.split(', loss')[0]}`.",
+    f"- **Studies** are simulated. A study has {RECIPES} recipes with one run each. A run has {EVALUATIONS} "
+    f"evaluations of {PROMPTS} held-out prompts with {SAMPLES} samples each. All runs have the same prompts.",
+    f"- **Differences**: recipes differ in A, B and C_mid. Between runs of one recipe, A has a standard deviation of "
+    f"{SEED_SD}. The pass rate drifts around its curve with a standard deviation of {WANDER}.",
+    "- **compute** counts all compute that was observed. **regret**: mean and standard error over studies.",
+    "- **on the frontier**: a cell with *no* names a method that has both less regret and less compute.",
+    "- **Rows**: the tables list the methods on the frontier, all races, and all variants of Hyperband. The other "
+    "methods are tuned, because many variants of them were tried. Halving was tried with three rates and ten grace "
+    "periods, and the median rule with ten grace periods, each both with all runs in parallel and as Optuna's pruner "
+    "(ASHA for halving). Signed ranks were tried with four levels and four grace periods.",
+    "- **racing**: a race stops a recipe if its probability of ending ahead of the favourite is below `p` at `looks` "
+    "looks in a row. `loss` is the limit on the expected cost of all stops together. Rows without `loss` have no "
+    f"limit. The default is `{ours.DEFAULT}`.",
+    "- **last value**: the same rule with the last values instead of forecasts.",
+    "- **halving** keeps one in `eta` of the recipes at each stop, by their last values. **median** stops a recipe "
+    "whose best value is below the median of the other recipes' means. `grace` is the share of the budget before the "
+    "first stop.",
+    "- **signed rank** stops a recipe if the favourite passes more of the same prompts by Wilcoxon's test at level "
+    "`p`.",
 )
 
 
@@ -153,7 +150,7 @@ def syne_section(name: str, same: Mapping[str, Array], names: Sequence[str]) -> 
             "",
             f"### {name}",
             "",
-            f"Syne Tune's methods on the first {few_studies} studies, and other methods on the same studies:",
+            f"All methods of this table were applied to the first {few_studies} studies.",
             "",
         ),
         *comparison_table(same, names),

@@ -70,13 +70,12 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 def set_up(studies: int) -> list[str]:
     """Return the text that explains the table."""
     return wrapped(
-        f"{studies} simulated studies per setting, in which the recipe with the highest true reward at the budget has "
-        "the lowest at a quarter of it. Evaluations are as in [racing.md](racing.md).",
+        f"{studies} simulated studies of each kind are raced. A study is used only if the recipe with the highest true "
+        "reward at the budget has the lowest at a quarter of it. Evaluations are as in [racing.md](racing.md).",
         "",
-        "- *Curves that cross* are sigmoids that rise later if their asymptote is higher.",
-        "- *Stairs* rise twice: part of the way early, the rest in a steep step between 0.25 and 0.9 of the budget.",
-        "- *Mean loss*: the best recipe's true reward minus that of the best recipe that was not stopped.",
-        "- *Compute*: a share of the compute of running all recipes to the budget. Intervals are Wilson's at 95%.",
+        "- *Stairs* rise part of the way early, and the rest in a steep step between 0.25 and 0.9 of the budget.",
+        "- A recipe *survives* if the method does not stop it before the budget.",
+        "- Numbers in brackets are 95% intervals (Wilson).",
         "",
     )
 

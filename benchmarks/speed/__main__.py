@@ -40,7 +40,7 @@ SEPARATE: dict[str, tuple[Callable[[int], Any], Callable[[Any], list[str]]]] = {
 
 def rows(records: list[Record]) -> list[str]:
     """Return a Markdown table with one line per comparison."""
-    lines = ["| what | ours | compared with | its time | times ours |", "|---|---|---|---|---|"]
+    lines = ["| task | our time | other program | its time | times ours |", "|---|---|---|---|---|"]
     for each in records:
         low, high = min(each["ratios"]), max(each["ratios"])
         ratio = f"**{np.median(each['ratios']):.2f}** ({low:.2f} to {high:.2f})"

@@ -94,9 +94,10 @@ def section(stored: Record) -> list[str]:
     }
     lines = [
         "## Where a batch's time goes\n",
-        f"{stored['date']}, {stored['machine']}; {record['peak_gflops']:.0f} GFLOP/s in a product of two FP32 matrices "
-        f'of 1,024 on one thread. A batch of the setting "training, {SIZE} parameters, prompts of {PROMPT_TOKENS} '
-        f'tokens" took {seconds(whole)} here.\n',
+        f"{stored['date']}, {stored['machine']}.\n",
+        f'The table splits the time of a batch in the row "training, {SIZE} parameters, prompts of {PROMPT_TOKENS} '
+        f'tokens" of the first table. Here it took {seconds(whole)}. On this machine, a product of two FP32 matrices '
+        f"of 1,024 x 1,024 runs at {record['peak_gflops']:.0f} GFLOP/s on one thread.\n",
         "| part | seconds | share |",
         "|---|---|---|",
     ]
@@ -107,11 +108,11 @@ def section(stored: Record) -> list[str]:
         "",
     ]
     shares = ", ".join(f"{name} {rate / 1e9 / record['peak_gflops']:.0%}" for name, rate in reached.items())
-    lines += [f"Counted FLOPs per second, as a share of the rate of that matrix product: {shares}.", ""]
+    lines += [f"FLOPs per second, as a share of the rate of that matrix product: {shares}.", ""]
     lines += [
         "## Start\n",
-        f"`scalerl train budget.steps=1` takes {record['one_member_cpu_s']:.1f} s of CPU from the command to its end, "
-        f"verifiers included. Each further run of a study takes {record['further_member_s']:.2f} s of wall "
+        f"`scalerl train budget.steps=1` takes {record['one_member_cpu_s']:.1f} s of CPU from its start to its end, "
+        f"with its verifier processes. Each further run of a study takes {record['further_member_s']:.2f} s of wall "
         "clock, including its step and two evaluations.",
         "",
     ]

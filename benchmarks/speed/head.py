@@ -116,10 +116,13 @@ def section(kept: Mapping[str, Any]) -> list[str]:
     timed = " x ".join(f"{size:,}" for size in TIMED)
     lines = [
         "## Head\n",
-        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds. Peak: memory in use with {tokens} "
-        f"tokens, a vocabulary of {vocabulary} and a width of {width} in FP32; *relative to need*: divided by the "
-        f"memory of inputs, weights, their gradients and one chunk of logits. Time: CPU seconds with {timed}, in the "
-        "same number of chunks.\n",
+        f"{kept['date']}, {kept['machine']}; {kept['rounds']} rounds.\n",
+        "The head is the last layer, which computes logits from hidden states.\n",
+        f"- **peak**: memory in use with {tokens} tokens, a vocabulary of {vocabulary} and a width of {width} in FP32.",
+        "- **relative to need**: this memory divided by that of inputs, weights, their gradients and one chunk of "
+        "logits.",
+        f"- **time**: CPU seconds with {timed}, in the same number of chunks. **times ours**: relative to the first "
+        "row.\n",
         "| log-probabilities, forward and backward | peak | relative to need | time | times ours |",
         "|---|---|---|---|---|",
     ]

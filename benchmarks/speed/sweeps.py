@@ -42,9 +42,11 @@ def section(stored: Record) -> list[str]:
     head = " | ".join(f"{size:,} members" for size in records[0]["members"])
     lines = [
         "## Sweeps\n",
-        f"{stored['date']}, {stored['machine']}. CPU seconds of the controller in each phase of a study whose "
-        "members' jobs end immediately (`benchmarks/scale.py`; nine recipes at four learning rates, with as many seeds "
-        f"as needed). The exponent of the growth with members is fitted from {FITTED_FROM} members on; 1 is linear.\n",
+        f"{stored['date']}, {stored['machine']}.\n",
+        "The table shows CPU seconds of the controller (the process that launches members) in each phase of a study. "
+        "The members' jobs end immediately, so only the controller is measured (`benchmarks/scale.py`). A study has "
+        "nine recipes at four learning rates, with as many seeds as needed. *Exponent* is that of the growth with the "
+        f"number of members, fitted from {FITTED_FROM} members on; 1 is linear growth.\n",
         f"| phase | {head} | exponent | peak memory |",
         f"|---|{'---|' * len(records[0]['members'])}---|---|",
     ]
