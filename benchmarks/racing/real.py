@@ -113,18 +113,18 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
 
 
 SET_UP = wrapped(
-        "The recipes of all studies were trained to the end. The recorded evaluations were then replayed as races to "
+    "The recipes of all studies were trained to the end. The recorded evaluations were then replayed as races to "
     "several budgets. The method *race* has the default rules, *race, --loss 0.003* a stricter limit on the expected "
     "loss, and *race, --loss 1* no limit.",
     "",
     "- **true reward** of a recipe at a budget: its mean reward over the last tenth of compute before the budget, "
     "averaged over seeds.",
-        "- **regret**: the best recipe's true reward minus the true reward of the recipe that the method names. A race "
+    "- **regret**: the best recipe's true reward minus the true reward of the recipe that the method names. A race "
     "names the recipe with the highest true reward among those that it did not stop.",
     f"- **false**: number of stopped recipes whose true reward is more than {MARGIN} above that of every remaining "
     "recipe.",
     "- **compute**: a share of the compute of running all recipes to the budget.",
-        "- **stopped**: number of recipes that the method stopped.",
+    "- **stopped**: number of recipes that the method stopped.",
     "- **halving** keeps the better half of the recipes at a quarter of the budget, and half of these at half of it.",
     "- **the best at a fifth** keeps only the recipe with the highest reward at a fifth of the budget.",
     "- **used for tuning, held out**: the limit on the expected loss was chosen with the races on the first five "
