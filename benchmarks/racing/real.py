@@ -119,14 +119,9 @@ SET_UP = wrapped(
     "",
     "- **true reward** of a recipe at a budget: its mean reward over the last tenth of compute before the budget, "
     "averaged over seeds.",
-    "- **regret**: the best recipe's true reward minus the true reward of the recipe that the method names. A race "
-    "names the recipe with the highest true reward among those that it did not stop.",
-    f"- **false**: number of stopped recipes whose true reward is more than {MARGIN} above that of every remaining "
-    "recipe.",
-    "- **compute**: a share of the compute of running all recipes to the budget.",
-    "- **stopped**: number of recipes that the method stopped.",
-    "- **halving** keeps the better half of the recipes at a quarter of the budget, and half of these at half of it.",
-    "- **the best at a fifth** keeps only the recipe with the highest reward at a fifth of the budget.",
+    "- **regret**: a race names the recipe with the highest true reward among those that it did not stop.",
+    f"- **stopped, false**: number of stopped recipes, and how many of them have a true reward more than {MARGIN} "
+    "above that of every remaining recipe.",
     "- **used for tuning, held out**: the limit on the expected loss was chosen with the races on the first five "
     "files. The other files were not used for any rule. They are the current replication, and files given by "
     "`--also`, whose licences do not allow copying them into the repository.",
