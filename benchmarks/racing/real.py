@@ -114,20 +114,17 @@ def means_of(lines: Sequence[str], title: str) -> list[str]:
 
 SET_UP = wrapped(
     "The recipes of all studies were trained to the end. The recorded evaluations were then replayed as races to "
-    "several budgets: with the default rules, with a tighter limit on the expected loss (`--loss 0.003`), and without "
-    "a limit (`--loss 1`).",
+    "several budgets. The method *race* has the default rules, *race, --loss 0.003* a stricter limit on the expected "
+    "loss, and *race, --loss 1* no limit.",
     "",
-    "- **true reward** of a recipe at a budget: its mean reward over the last tenth of compute before the budget.",
-    "- **regret**: the best recipe's true reward minus that of the recipe that the method names. A race names the "
-    "recipe with the highest true reward among those that it did not stop.",
-    f"- **false**: number of stopped recipes whose true reward is more than {MARGIN} above that of every remaining "
-    "recipe.",
-    "- **compute**: a share of the compute of running all recipes to the budget.",
-    "- **halving** keeps half of the recipes at a quarter and at half of the budget.",
-    "- **the best at a fifth** stops all recipes but the best at a fifth of the budget.",
-    "- **set on, held out**: the limit on the expected loss was set on the first five files. No rule was set on the "
-    "other files. These are the current replication, and files given by `--also`, whose licences do not allow copying "
-    "them into the repository.",
+    "- **true reward** of a recipe at a budget: its mean reward over the last tenth of compute before the budget, "
+    "averaged over seeds.",
+    "- **regret**: a race names the recipe with the highest true reward among those that it did not stop.",
+    f"- **stopped, false**: number of stopped recipes, and how many of them have a true reward more than {MARGIN} "
+    "above that of every remaining recipe.",
+    "- **used for tuning, held out**: the limit on the expected loss was chosen with the races on the first five "
+    "files. The other files were not used for any rule. They are the current replication, and files given by "
+    "`--also`, whose licences do not allow copying them into the repository.",
     "",
 )
 
@@ -140,7 +137,7 @@ def page(studies: Sequence[tuple[str, float]], held_out: Sequence[tuple[str, flo
         "|---|---|---|---|---|---|---|---|",
     ]
     rows_by_part = [[line for lines in mapped(rows, part, cores()) for line in lines] for part in (studies, held_out)]
-    parts = zip(rows_by_part, (studies, held_out), ("set on", "held out"), strict=True)
+    parts = zip(rows_by_part, (studies, held_out), ("used for tuning", "held out"), strict=True)
     means = [line for lines, part, which in parts for line in means_of(lines, f"mean of {len(part)}, {which}")]
     return [*head, *rows_by_part[0], *rows_by_part[1], *means]
 
