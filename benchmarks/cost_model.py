@@ -30,7 +30,7 @@ from lightning_scalerl.model.load import load_model
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout
-from lightning_scalerl.stream.credit import lay_out
+from lightning_scalerl.stream.credit import to_tensors
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 
 FP32 = Precision("fp32", True, True)
@@ -73,7 +73,7 @@ def train_s(model: Any, rollouts: int) -> tuple[int, float]:
     tokens = list(range(1, 14)) + [1] * 5
     rollout = Rollout(tokens, [-1.0] * len(tokens), [0] * len(tokens), [False] * len(tokens), "stop")
     group = Group(0, Prompt("p", "", ""), list(range(1, PROMPT_TOKENS + 1)), [rollout])
-    batch = lay_out([(group, rollout, [1.0], len(tokens), row) for row in range(rollouts)])
+    batch = to_tensors([(group, rollout, [1.0], len(tokens), row) for row in range(rollouts)])
     begin = time.perf_counter()
     for micro_batch in batch.micro_batches(PassSize(64)):
         logprobs, _ = policy(micro_batch)

@@ -146,7 +146,7 @@ class Choices:
         return choice
 
     @property
-    def needs_anchor(self) -> bool:
+    def needs_logprobs_before_update(self) -> bool:
         """True if a step needs the trainer's log-probabilities before the update."""
         return self.correction.recomputes or self.kl.where == "reward"
 
@@ -161,13 +161,13 @@ class Choices:
         return Passes(
             policy_updates=self.epochs.count,
             value_updates=self.epochs.count if self.critic.has_values else 0,
-            policy_forwards=int(self.needs_anchor),
+            policy_forwards=int(self.needs_logprobs_before_update),
             value_forwards=int(self.critic.has_values),
             reference_forwards=self.epochs.count if self.kl_in_update else int(bool(self.kl.where)),
             reference_size=self.kl.relative_size,
         )
 
-    def having(self, choice: DesignChoice) -> Choices:
+    def replacing(self, choice: DesignChoice) -> Choices:
         """Return a copy in which `choice` replaces the choice on the same axis."""
         if choice.axis in AXES:
             replacement: dict[str, Any] = {choice.axis: choice}

@@ -265,7 +265,7 @@ def names_in(group: str, folders: Folders = ()) -> list[str]:
     return sorted(names | plain_variants().keys() if group == "variant" else names)
 
 
-def parts_in(group: str, folders: Folders) -> list[Any]:
+def file_contents(group: str, folders: Folders) -> list[Any]:
     """Return the contents of a configuration group's files in the user's folders; broken files are skipped."""
     import yaml
 
@@ -340,7 +340,7 @@ def check_choices(overrides: Sequence[str], folders: Folders = ()) -> None:
             continue
         if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
             name = parsed.input_line.partition("=")[2]
-            raise ConfigurationError(no_choice(group, name, names_in(group, folders), folders=folders))
+            raise ConfigurationError(no_choice_message(group, name, names_in(group, folders), folders=folders))
     _check_inherited(chosen, folders)
 
 
@@ -387,7 +387,7 @@ def _defaults_and_body(group: str, name: str, folders: Folders) -> tuple[dict[st
     return {axis: name for axis, name in choices.items() if axis in AXES and isinstance(name, str)}, content
 
 
-def no_choice(group: str, name: str, valid: Sequence[str], location: str = "", folders: Folders = ()) -> str:
+def no_choice_message(group: str, name: str, valid: Sequence[str], location: str = "", folders: Folders = ()) -> str:
     """Return the error message for a name that is not a choice of a group, with a suggestion.
 
     Args:
@@ -522,7 +522,7 @@ def explain(error: Exception, folders: Folders = (), overrides: Sequence[str] = 
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         source = re.match(r"In '([^']+)'", lines[0])
         location = f" (in {source[1]}.yaml)" if source and source[1] not in _PROJECT_CONFIGS else ""
-        return no_choice(group, name, sorted(error.options), location, folders)
+        return no_choice_message(group, name, sorted(error.options), location, folders)
     if choices_with_key := _choices_with(unknown, folders):
         group = unknown.rpartition(".")[0]
         return f"{unknown}: the chosen {group} has no such setting; choices that have it: {', '.join(choices_with_key)}"

@@ -60,7 +60,7 @@ from lightning_scalerl.session.checkpoint_state import (
 )
 from lightning_scalerl.session.continuation import Continuation
 from lightning_scalerl.session.data_path import DataPath
-from lightning_scalerl.session.export import card_of, export
+from lightning_scalerl.session.export import export, model_card_entries
 from lightning_scalerl.session.fit import end_exhausted, end_stopped, next_batch_or_reason, probe, stop_between_steps
 from lightning_scalerl.session.models import make
 from lightning_scalerl.session.placement import shard_models
@@ -77,7 +77,7 @@ from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import Task
 from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import Term, terms, with_selection
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.token_credit import token_advantages
 from lightning_scalerl.verify.verification import Verifiers
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import LABEL
@@ -204,7 +204,7 @@ class ScaleRL(LightningModule):
         """Add to the rows the results of the forward passes before the first update, and per-token credit."""
         size = self.recipe.batch.pass_size
         rows = run_forward_passes(rows, self.choices, self.policy, self.reference, self.critic, size, self.ranks)
-        return token_credit(rows, self.choices, self.ranks.sum, remember=True)
+        return token_advantages(rows, self.choices, self.ranks.sum, update_statistics=True)
 
     def _backward(self, batch: TrainBatch, rows: TrainBatch) -> Pass:
         """Make one pass over the batch, which leaves the summed and clipped gradients of all loss terms.
@@ -352,7 +352,7 @@ class ScaleRL(LightningModule):
             ConfigurationError: the folder is not empty, the type is unknown, or there is no adapter to write.
             RuntimeError: the merged model's log-probabilities differ from the trained policy's.
         """
-        card = card_of(self.recipe, self.choices, self.completed_steps, self.models.path)
+        card = model_card_entries(self.recipe, self.choices, self.completed_steps, self.models.path)
         return export(self.models, card, self.recipe.chat, directory, dtype, adapter)
 
     @classmethod

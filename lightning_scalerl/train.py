@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_scalerl.checks import ONE_TRAINER, CannotGoOnError, ConfigurationError
 from lightning_scalerl.compat.hydra import flags
 from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other, help_text
-from lightning_scalerl.member.command import named_study, plan_commands, run_command, shared_groups, study_file
+from lightning_scalerl.member.command import plan_commands, run_command, shared_groups, study_file, with_study_name
 from sweeps.errors import UserError, naming, of_the_system
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import read_journal
@@ -63,7 +63,7 @@ def main() -> None:
         # not have.
         if any(word.lstrip("+").startswith("trainer=") and "," in word for word in overrides):
             raise ConfigurationError(ONE_TRAINER)
-        _check_shown()
+        _check_printed_config()
         _hydra_main()
         with interruption.on_signals([signal.SIGUSR2, signal.SIGTERM] if _single_runs else []):
             for overrides, folders in _single_runs:
@@ -94,16 +94,16 @@ def main() -> None:
         sys.exit(_complain(message))
 
 
-def _check_shown() -> None:
+def _check_printed_config() -> None:
     """Check the options that make Hydra print (--cfg, --info). With --cfg, also make the checks of a run."""
     options = {word.partition("=")[0] for word in sys.argv[1:]}
     if (printing := options & {"--cfg", "-c", "--info", "-i"}) and options & {"--multirun", "-m"}:
         raise ConfigurationError(f"{min(printing)}: prints the configuration of one run; leave out --multirun")
     if printing & {"--cfg", "-c"}:
-        from lightning_scalerl.member.identify import check_shown
+        from lightning_scalerl.member.identify import check_printed_config
 
         folders, overrides = _folders_and_overrides()
-        check_shown(overrides, folders)
+        check_printed_config(overrides, folders)
 
 
 def _options_first(words: Sequence[str]) -> list[str]:
@@ -145,7 +145,7 @@ def _config_name() -> str | None:
 
 def _run_commands(file: Path) -> None:
     """Run a study, or a single member, of another trainer's command."""
-    sys.argv[1:] = named_study(sys.argv[1:], file)
+    sys.argv[1:] = with_study_name(sys.argv[1:], file)
     # The file's folder becomes Hydra's main folder, so that no other file of the same name is found first.
     try:
         with shared_groups():

@@ -87,7 +87,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Given:
+class FunctionObject:
     """Function object from a script or a notebook, used in place of a `Source`.
 
     It is identified by its source text and by plain values: the values in its closure, or the bound arguments of a

@@ -20,7 +20,7 @@ from lightning_scalerl.axes.advantage import GAE
 from lightning_scalerl.axes.aggregation import SumAggregation, TokenAggregation
 from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.critic import ValueNetwork
-from lightning_scalerl.axes.kl import ESTIMATES, FixedKL
+from lightning_scalerl.axes.kl import GRADIENT_BY_ESTIMATE, FixedKL
 from lightning_scalerl.axes.loss import CISPO, GMPO, GSPO, ClipCov, KLCov, Reinforce
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
@@ -40,7 +40,7 @@ from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.task.arithmetic_base import new_model, tokenizer
 from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import terms
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.token_credit import token_advantages
 from sweeps.run.journal import read_journal
 from tests.axes.test_terms import check_two_ranks
 from tests.distributed.test_ranks import fit as fit_on_ranks
@@ -134,7 +134,7 @@ def test_sampled_estimates_have_the_gradient_that_semantics_states(estimate: str
         "the gradient of k1 itself vanishes, so it cannot be a loss"
     )
     stated = choices.kl.semantics()["gradient"]
-    assert stated == ESTIMATES[estimate] and ("forward" in stated) == (estimate == "k3")
+    assert stated == GRADIENT_BY_ESTIMATE[estimate] and ("forward" in stated) == (estimate == "k3")
 
 
 def test_k1_is_weighted_by_the_ratio_of_the_loss() -> None:
@@ -151,14 +151,14 @@ def test_k1_is_weighted_by_the_ratio_of_the_loss() -> None:
     assert torch.allclose(gradient, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimate", ESTIMATES)
+@pytest.mark.parametrize("estimate", GRADIENT_BY_ESTIMATE)
 def test_every_estimate_can_be_deducted_from_rewards(estimate: str) -> None:
     student, teacher = Policy(new_model(32, 1, seed=1), FP32), Policy(new_model(64, 1, seed=2), FP32)
     kl = FixedKL(0.3, "reward", reference="elsewhere", estimate=estimate)
     choices = row(kl, GAE(1.0, 0.0), ValueNetwork())
     batch = run_forward_passes(batch_of(), choices, student, teacher, None, PassSize(4), Ranks())
     batch = replace(batch, values=torch.zeros_like(batch.generator_logprobs))
-    credited = token_credit(batch, choices, lambda numbers: numbers).advantages
+    credited = token_advantages(batch, choices, lambda numbers: numbers).advantages
     with torch.no_grad():
         ours, _, exact = student(batch, teacher=teacher)
         gap = ours - teacher(batch)[0]

@@ -34,7 +34,7 @@ from docs.site.generate import OTHERS, ROWS, commands, pages, setting_groups
 from docs.site.stage import CONFIG, completed, finish, navigated, site_pages, stage
 from lightning_scalerl.callbacks.trainer import LOGGED
 from lightning_scalerl.composition import plain_variants
-from lightning_scalerl.member.identify import check_shown
+from lightning_scalerl.member.identify import check_printed_config
 from sweeps.cli.main import make_parser
 from tests.examples import every
 from tests.paths import ROOT
@@ -311,7 +311,7 @@ def composed_in_the_pages() -> list[object]:
 @pytest.mark.parametrize(("folders", "overrides"), every(12, composed_in_the_pages(), pytest.mark.full))
 def test_training_commands_in_the_pages_compose(folders: list[str], overrides: tuple[str, ...]) -> None:
     """Keys are looked up at every level and values are checked, as in a real run."""
-    check_shown(overrides, [str(ROOT / folder) for folder in folders])
+    check_printed_config(overrides, [str(ROOT / folder) for folder in folders])
 
 
 # --- the site itself -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_scalerl import AdamW, AdamW8bit, AdamWBF16, ConfigurationError, Muon
 from lightning_scalerl.compat.imports import show_torchao
 from lightning_scalerl.composition import build, compose, names_in
-from lightning_scalerl.distributed.sharded import gathered, part_like, shard, whole_tensor
+from lightning_scalerl.distributed.sharded import gather_state, shard, shard_like, whole_tensor
 from lightning_scalerl.measure.memory import MeasuredModel, predict_memory
 from lightning_scalerl.measure.semantics import resolved_choices
 from lightning_scalerl.model.load import load_model
@@ -329,10 +329,10 @@ def test_a_step_on_two_shards_equals_an_unsharded_step(name: str, tiny_model_pat
         for seed in range(3):
             source = torch.Generator().manual_seed(seed)
             for parameter in model.parameters():
-                parameter.grad = part_like(torch.randn(parameter.shape, generator=source), parameter)
+                parameter.grad = shard_like(torch.randn(parameter.shape, generator=source), parameter)
             built.step()
         digest = hashlib.sha256()
-        for tensor in gathered(model.state_dict(), keep=True).values():
+        for tensor in gather_state(model.state_dict(), keep=True).values():
             digest.update(tensor.numpy().tobytes())
         return digest.hexdigest()
 

@@ -796,7 +796,7 @@ def test_the_loss_scale_follows_torchs_grad_scaler(finite: list[bool]) -> None:
     """torch.amp.GradScaler is the reference, with a growth interval of three so that growth occurs."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    theirs = torch.amp.GradScaler("cpu", init_scale=loss_scale_module.START, growth_interval=3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=loss_scale_module.INITIAL_SCALE, growth_interval=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_scale_module, "INTERVAL", 3)
         ours = LossScale(acts=True)
@@ -938,7 +938,7 @@ def test_reward_collapse_is_detected() -> None:
         "exactly half is not below it"
     )
     # Rewards count from `floor`, the reward of an incorrect completion: a fall from 0 to -0.6 is one from 1 to 0.4.
-    assert stopping_step(HealthWatch(health, floor=-1.0), *records_of_rewards(0.0, 0.0, -0.6, -0.6)) == 4
+    assert stopping_step(HealthWatch(health, incorrect_reward=-1.0), *records_of_rewards(0.0, 0.0, -0.6, -0.6)) == 4
     assert stopping_step(HealthWatch(health), *records_of_rewards(0.0, 0.0, 0.0)) == -1, (
         "a reward that never rose cannot collapse"
     )

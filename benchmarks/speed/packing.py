@@ -23,7 +23,7 @@ from lightning_scalerl.model import packed
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, TrainBatch
-from lightning_scalerl.stream.credit import lay_out
+from lightning_scalerl.stream.credit import to_tensors
 
 GROUPS, ROLLOUTS, PROMPT_TOKENS, SHORTEST, LONGEST = 2, 8, 8, 16, 512
 # Sizes of a pass (`batch.micro_tokens`) by the size of the model.
@@ -43,7 +43,7 @@ def rows(seed: int = 0) -> TrainBatch:
         ]
         group = Group(number, Prompt(str(number), "", ""), prompt, rollouts)
         row_specs += [(group, rollout, [1.0], 1, len(row_specs) + place) for place, rollout in enumerate(rollouts)]
-    return lay_out(row_specs)
+    return to_tensors(row_specs)
 
 
 def step_s(policy: Policy, batch: TrainBatch, tokens: int, by_row: bool = True) -> float:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import DesignChoice
-from lightning_scalerl.axes.results import shaped
+from lightning_scalerl.axes.results import check_shape
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch, zero_outside
 
@@ -43,13 +43,13 @@ def token_weights(mask: Tensor, tokens: float) -> Tensor:
     return mask / max(tokens, 1.0)
 
 
-def constant_weights(mask: Tensor, sampled: float, max_tokens: float) -> Tensor:
+def constant_weights(mask: Tensor, scored_rollouts: float, max_tokens: float) -> Tensor:
     """Return the constant weight 1 / (rollouts of the step * completion limit), which has no length bias.
 
     All rollouts of the step count, in the loss or not; otherwise the divisor would depend on the filter.
     Shape: mask (R, T). Source: Dr.GRPO, arXiv 2503.20783, listing 1.
     """
-    return mask / max(sampled * max_tokens, 1.0)
+    return mask / max(scored_rollouts * max_tokens, 1.0)
 
 
 class Aggregation(DesignChoice):
@@ -73,7 +73,7 @@ class Aggregation(DesignChoice):
     def reduce(self, per_token_loss: Tensor, batch: TrainBatch, denominators: Denominators) -> Tensor:
         """Return the (micro-)batch's share of the global loss, a scalar; the shares add up to the loss."""
         # Clear masked losses before the product: 0 * NaN is NaN, so a weight of 0 would not stop a masked token's NaN.
-        weights = shaped(self, "weights", self.weights(batch, denominators), batch.loss_mask.shape)
+        weights = check_shape(self, "weights", self.weights(batch, denominators), batch.loss_mask.shape)
         return (zero_outside(batch.loss_mask, per_token_loss) * weights).sum()
 
 

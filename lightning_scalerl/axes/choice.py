@@ -26,7 +26,7 @@ MAX_LOG_RATIO = 20.0
 # The methods by which a user-defined axis changes training, in addition to Lightning's hooks.
 ADJUST_METHODS = ("adjust_reward", "adjust_advantages", "adjust_loss")
 # Members of Lightning's Callback that save and restore a callback's state. All other public members are hooks.
-_MEMORY = ("state_key", "state_dict", "load_state_dict")
+_STATE_MEMBERS = ("state_key", "state_dict", "load_state_dict")
 
 C = TypeVar("C", bound="DesignChoice")
 
@@ -173,7 +173,7 @@ class DesignChoice(Callback):
             return None
         name, parameters = cls.neutral["choice"], {k: v for k, v in cls.neutral.items() if k != "choice"}
         # Search from the abstract class of the axis, of which all choices on the axis are subclasses.
-        root = _root(cls)
+        root = _axis_class(cls)
         classes = (root, *_descendants(root))
         neutral_class = next((candidate for candidate in classes if candidate.__name__ == name), None)
         if neutral_class is None:
@@ -195,7 +195,7 @@ class DesignChoice(Callback):
         """
         if self.neutral != {"choice": type(self).__name__}:
             return
-        root = _root(type(self))
+        root = _axis_class(type(self))
         base = DesignChoice if root is type(self) else root
         defined = [name for name in ADJUST_METHODS if getattr(type(self), name) is not getattr(base, name)]
         if defined:
@@ -208,7 +208,7 @@ class DesignChoice(Callback):
         """Return a one-line warning if this choice, which is on a user-defined axis, is never called; else None."""
         if self.semantics() == self.neutral:
             return None
-        hooks = (name for name in vars(Callback) if not name.startswith("_") and name not in _MEMORY)
+        hooks = (name for name in vars(Callback) if not name.startswith("_") and name not in _STATE_MEMBERS)
         if any(getattr(type(self), name) is not getattr(DesignChoice, name) for name in (*ADJUST_METHODS, *hooks)):
             return None
         return (
@@ -275,7 +275,7 @@ def _text(value: Any) -> str:
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def _root(choice_class: type[DesignChoice]) -> type[DesignChoice]:
+def _axis_class(choice_class: type[DesignChoice]) -> type[DesignChoice]:
     """Return the abstract class of a choice's axis: the topmost base class that sets `axis`."""
     return next(base for base in reversed(choice_class.__mro__) if "axis" in vars(base))
 

@@ -30,7 +30,7 @@ def difficulty(prompt: Prompt) -> float:
 
 
 # Key in a stage for the reward that decides a pass, whatever the task calls that reward.
-FIRST = "first"
+PASS_REWARD_KEY = "first"
 
 
 def staged_factors(
@@ -48,8 +48,8 @@ def staged_factors(
         Factors by reward name. A reward without a factor keeps the task's weight.
     """
     stage = stages[bisect_right(begins, progress) - 1]
-    factors = {names[0]: stage[FIRST] for names in sums} if FIRST in stage else {}
-    return factors | {name: factor for name, factor in stage.items() if name != FIRST}
+    factors = {names[0]: stage[PASS_REWARD_KEY] for names in sums} if PASS_REWARD_KEY in stage else {}
+    return factors | {name: factor for name, factor in stage.items() if name != PASS_REWARD_KEY}
 
 
 def weighted_sum(reward: float, terms: Mapping[str, float], factors: Mapping[str, float]) -> float:
@@ -204,7 +204,7 @@ class StagedLength(Curriculum):
 
 # The first reward decides a pass and is the hardest to earn. Stage 0 leaves it out, stage 1 halves it, and stage 2 uses
 # the task's own weights.
-SIMPLE_TO_COMPLEX: tuple[Mapping[str, float], ...] = ({FIRST: 0.0}, {FIRST: 0.5}, {})
+SIMPLE_TO_COMPLEX: tuple[Mapping[str, float], ...] = ({PASS_REWARD_KEY: 0.0}, {PASS_REWARD_KEY: 0.5}, {})
 
 
 class StagedRewards(Curriculum):
@@ -258,11 +258,11 @@ class StagedRewards(Curriculum):
             )
         known = [name for names in sums for name in names]
         for number, (begin, stage) in enumerate(zip(self.begins, self.stages, strict=True)):
-            unknown = sorted(stage.keys() - {FIRST, *known})
+            unknown = sorted(stage.keys() - {PASS_REWARD_KEY, *known})
             if unknown:
                 return (
                     f"curriculum.stages: stage {number} names {unknown[0]!r}, which is no reward of the task; its "
-                    f"rewards: {', '.join(known)}; or {FIRST}, the one that decides a pass"
+                    f"rewards: {', '.join(known)}; or {PASS_REWARD_KEY}, the one that decides a pass"
                 )
             # A reward without a factor has the factor 1, so a sum is empty only if all its rewards have the factor 0.
             factors = staged_factors(begin, self.begins, self.stages, sums)

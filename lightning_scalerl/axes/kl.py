@@ -28,7 +28,7 @@ from lightning_scalerl.checks import ADDRESSES, ConfigurationError, not_negative
 
 WHERE = ("loss", "reward")
 # Estimates of a token's KL from the reference, each with its gradient as a term of the loss.
-ESTIMATES = {
+GRADIENT_BY_ESTIMATE = {
     "k1": "log pi - log reference as a negative advantage, in the run's loss and correction (score function)",
     "k2": "(log pi - log reference) times that of log pi: the reverse KL's at the policy's own samples",
     "k3": "(1 - reference / pi) times that of log pi: the forward KL's at the policy's own samples",
@@ -63,7 +63,7 @@ def k3(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 # Estimates that need only log-probabilities of the sampled tokens, not of the whole vocabulary.
-SAMPLED = {"k1": log_ratio, "k2": k2, "k3": k3}
+SAMPLED_ESTIMATES = {"k1": log_ratio, "k2": k2, "k3": k3}
 
 
 class KL(DesignChoice):
@@ -131,7 +131,7 @@ class _ActiveKL(KL):
         served_devices: int,
         timeout_s: float,
     ) -> None:
-        for field, value, valid in (("where", where, WHERE), ("estimate", estimate, ESTIMATES)):
+        for field, value, valid in (("where", where, WHERE), ("estimate", estimate, GRADIENT_BY_ESTIMATE)):
             if value not in valid:
                 raise ConfigurationError(f"kl.{field}: {value!r} is unknown; valid: {', '.join(valid)}")
         if reference is not None and (not isinstance(reference, str) or not reference):
@@ -174,7 +174,11 @@ class _ActiveKL(KL):
     def semantics(self) -> dict[str, Any]:
         """Return the parameters, the gradient of the estimate, and which model the reference is."""
         reference = self.reference or "the model that training began with"
-        gradient = ESTIMATES[self.estimate] if self.where == "loss" else "none: it is deducted from the token's reward"
+        gradient = (
+            GRADIENT_BY_ESTIMATE[self.estimate]
+            if self.where == "loss"
+            else "none: it is deducted from the token's reward"
+        )
         return {**super().semantics(), "gradient": gradient, "reference": f"{reference}, frozen"}
 
 

@@ -33,17 +33,17 @@ class Moments:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Tensor, sums: Sums = lambda numbers: numbers) -> Moments:
+    def of(cls, values: Tensor, sum_over_ranks: Sums = lambda numbers: numbers) -> Moments:
         """Return the moments of all ranks' values; `values` (n,) are this rank's, `sums` sums a tensor over ranks."""
         values = values.double()
-        count, total = sums(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
+        count, total = sum_over_ranks(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
         # `count` is the same on every rank, so either all ranks skip the second collective or none does: no deadlock.
         if not count:
             return cls()
         mean = total / count
         # Sum the deviations in a second pass: sum(x^2) - n mean^2 would lose digits to cancellation where the mean is
         # large.
-        (squares,) = sums((values - mean).square().sum().reshape(1)).tolist()
+        (squares,) = sum_over_ranks((values - mean).square().sum().reshape(1)).tolist()
         return cls(count, mean, squares)
 
     def __add__(self, other: Moments) -> Moments:
@@ -151,7 +151,7 @@ class Normalization(DesignChoice):
         Must be a pure function: mechanism counters call it again.
         """
 
-    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sum_over_ranks: Sums) -> Tensor:
         """Return scaled advantages (R, T) of this rank's tokens; `sums` adds over ranks. Must be a pure function."""
         raise NotImplementedError
 
@@ -195,9 +195,9 @@ class BatchNormalization(_DeviationNormalization):
         """Divide by one standard deviation for the whole batch."""
         return scale_by_batch(advantages, self.ddof, self.eps, self.centre)
 
-    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sum_over_ranks: Sums) -> Tensor:
         """Divide by one standard deviation of the advantages of all tokens in the loss."""
-        moments = Moments.of(advantages[mask > 0], sums)
+        moments = Moments.of(advantages[mask > 0], sum_over_ranks)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
 
@@ -296,9 +296,9 @@ class RunningNormalization(_DeviationNormalization):
         # `centre` is a bool, so mean * centre is the mean or 0.
         return [_divide(group - moments.mean * self.centre, deviation + self.eps) for group in advantages]
 
-    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sum_over_ranks: Sums) -> Tensor:
         """Divide by the standard deviation of the run's advantages so far, this batch included."""
-        moments = self._history + Moments.of(advantages[mask > 0], sums)
+        moments = self._history + Moments.of(advantages[mask > 0], sum_over_ranks)
         return scaled_tokens(advantages, mask, moments, self.ddof, self.eps, self.centre)
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,6 +323,6 @@ class NoNormalization(Normalization):
         """Return the advantages unchanged, one (G,) per group."""
         return advantages
 
-    def scale_tokens(self, advantages: Tensor, mask: Tensor, sums: Sums) -> Tensor:
+    def scale_tokens(self, advantages: Tensor, mask: Tensor, sum_over_ranks: Sums) -> Tensor:
         """Return the advantages (R, T) unchanged."""
         return advantages

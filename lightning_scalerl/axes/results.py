@@ -17,7 +17,7 @@ from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.checks import CannotGoOnError
 
 
-def shaped(
+def check_shape(
     choice: DesignChoice, method: str, result: Any, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the result of `choice.method` if it is a tensor of this shape, and of this type if one is given.
@@ -33,7 +33,7 @@ def shaped(
     return tensor
 
 
-def shaped_alike(choice: DesignChoice, method: str, results: Any, examples: Sequence[Tensor]) -> list[Tensor]:
+def check_shapes(choice: DesignChoice, method: str, results: Any, examples: Sequence[Tensor]) -> list[Tensor]:
     """Return the results of `choice.method` as a list if they are tensors with the shapes of `examples`, in order.
 
     Raises:
@@ -46,10 +46,12 @@ def shaped_alike(choice: DesignChoice, method: str, results: Any, examples: Sequ
     if results is None or len(tensors) != len(examples):
         got = f"a list of {len(tensors)}" if isinstance(results, list | tuple) else _described(results)
         raise _error(choice, method, got, f"a list of {len(examples)} tensors")
-    return [shaped(choice, method, tensor, example.shape) for tensor, example in zip(tensors, examples, strict=True)]
+    return [
+        check_shape(choice, method, tensor, example.shape) for tensor, example in zip(tensors, examples, strict=True)
+    ]
 
 
-def true_or_false(choice: DesignChoice, method: str, result: Any) -> bool:
+def check_bool(choice: DesignChoice, method: str, result: Any) -> bool:
     """Return the result of `choice.method` if it is a boolean, or a tensor or array with one boolean.
 
     Raises:

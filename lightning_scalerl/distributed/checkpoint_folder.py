@@ -89,7 +89,7 @@ def move(path: Path, target: Path) -> Path:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
+def load_outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
     """Read a folder's checkpoint with its sharded tensors on the meta device; `shard_files.fill` reads their data.
 
     Raises:

@@ -100,19 +100,19 @@ class Ranks:
         return isinstance(self.strategy, ShardedStrategy) and self.strategy.writes_shards
 
     @property
-    def partners(self) -> int:
+    def tensor_parallel_size(self) -> int:
         """Number of tensor-parallel ranks, which split each layer between them and have the same rows."""
         return self.strategy.tensor_parallel if isinstance(self.strategy, ShardedStrategy) else 1
 
     @property
     def data_parallel_index(self) -> int:
         """Data-parallel index of this rank, which its tensor-parallel partners share."""
-        return self.number // self.partners
+        return self.number // self.tensor_parallel_size
 
     @property
     def _group(self) -> Any:
         """Data-parallel process group, with one rank of each set of partners. None means the group of all ranks."""
-        if isinstance(self.strategy, ShardedStrategy) and self.partners > 1:
+        if isinstance(self.strategy, ShardedStrategy) and self.tensor_parallel_size > 1:
             return self.strategy.device_mesh["data_parallel"].get_group()
         return None
 
@@ -224,7 +224,7 @@ class Ranks:
             return batch
         # The sort is stable, because every rank sorts by itself and all ranks must get the same order.
         order = torch.argsort(batch.lengths, descending=True, stable=True)
-        num_groups = self.count // self.partners
+        num_groups = self.count // self.tensor_parallel_size
         if size is None or size.tokens is None:
             return batch.select(order[self.data_parallel_index :: num_groups])
         heap = [(0, index) for index in range(num_groups)]  # (tokens so far, data-parallel index)
@@ -250,7 +250,7 @@ class Ranks:
             else:
                 yield rows.row.new_zeros(0), rows.blank()
 
-    def all_would(self, choice: bool) -> bool:
+    def true_on_all(self, choice: bool) -> bool:
         """Return whether `choice` is True on all ranks of a sharded model; without sharding, return `choice`."""
         return bool(self._minimum(choice))
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from lightning_scalerl.distributed.checkpoint_folder import INDEX, checksums, outline, put
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, checksums, load_outline, put
 from sweeps.run.activity import activity
 
 
@@ -133,7 +133,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 @torch.no_grad()
-def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def read_into(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Read tensors from a checkpoint folder in place; for a sharded tensor, read only this rank's part.
 
     Each rank reads by itself. At most one part of one tensor, as a rank saved it, is in memory at a time.
@@ -156,9 +156,9 @@ def fill(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str, Tens
 
 def read_whole(folder: Path, weights_only: bool = True) -> dict[str, Any]:
     """Return a folder's checkpoint with all tensors whole on the host, as in a checkpoint of one file."""
-    checkpoint = outline(folder, weights_only)
+    checkpoint = load_outline(folder, weights_only)
     tensors = {name: torch.empty(entry["size"], dtype=entry["dtype"]) for name, entry in checkpoint[INDEX].items()}
-    fill(folder, checkpoint, tensors)
+    read_into(folder, checkpoint, tensors)
     for name, tensor in tensors.items():
         put(checkpoint, name, tensor)
     return checkpoint

@@ -36,8 +36,8 @@ from lightning_scalerl.distributed.checkpoint_folder import (
     META,
     fsync_folder,
     is_folder,
+    load_outline,
     move,
-    outline,
     remove,
 )
 
@@ -170,7 +170,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self._folder = None
         if is_folder(checkpoint_path):
             self._folder = Path(checkpoint_path)
-            return outline(self._folder, weights_only is not False)
+            return load_outline(self._folder, weights_only is not False)
         checkpoint: dict[str, Any] = torch.load(
             checkpoint_path, "cpu", weights_only=weights_only is not False, mmap=True
         )
@@ -192,14 +192,14 @@ class ShardedStrategy(ModelParallelStrategy):
         common_names = weights.keys() & saved.keys()
         for name in common_names:
             if not saved[name].is_meta:
-                weights[name].copy_(part_like(saved[name], weights[name]))
+                weights[name].copy_(shard_like(saved[name], weights[name]))
         if self._folder is not None:
-            from lightning_scalerl.distributed.shard_files import fill
+            from lightning_scalerl.distributed.shard_files import read_into
 
             parts = {
                 f"state_dict.{name}": weights[name] for name in weights if name in common_names and saved[name].is_meta
             }
-            fill(self._folder, checkpoint, parts)
+            read_into(self._folder, checkpoint, parts)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer's state; do nothing if the checkpoint has none (a fresh optimizer)."""
@@ -216,18 +216,18 @@ class ShardedStrategy(ModelParallelStrategy):
                         key = f"optimizer_states.{index}.state.{number}.{name}"
                         parts[number][name] = to_read[key] = _blank(value, parameters[number])
                     else:
-                        parts[number][name] = part_like(value, parameters[number])
+                        parts[number][name] = shard_like(value, parameters[number])
             if self._folder is not None:
-                from lightning_scalerl.distributed.shard_files import fill
+                from lightning_scalerl.distributed.shard_files import read_into
 
-                fill(self._folder, checkpoint, to_read)
+                read_into(self._folder, checkpoint, to_read)
             optimizer.load_state_dict({**state, "state": parts})
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights for a checkpoint: this rank's parts, or whole tensors on rank 0. All ranks call it."""
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
-        return state if self.writes_shards else gathered(state, self.global_rank == 0)
+        return state if self.writes_shards else gather_state(state, self.global_rank == 0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state in the form of `lightning_module_state_dict`. All ranks call it."""
@@ -235,7 +235,7 @@ class ShardedStrategy(ModelParallelStrategy):
         if self.writes_shards:
             return state
         keep = self.global_rank == 0
-        return {**state, "state": {number: gathered(tensors, keep) for number, tensors in state["state"].items()}}
+        return {**state, "state": {number: gather_state(tensors, keep) for number, tensors in state["state"].items()}}
 
 
 def _remove_parts(target: Path) -> None:
@@ -330,12 +330,12 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-def part_like(value: Any, sample: Tensor) -> Any:
+def shard_like(value: Any, sample: Tensor) -> Any:
     """Return this rank's part of a whole tensor, in the layout of `sample`; other values are unchanged."""
     if not isinstance(sample, DTensor) or not isinstance(value, Tensor) or value.shape != sample.shape:
         return value
     # Every rank has the whole tensor and takes its own part, so nothing is sent.
-    _, slices = own_part(sample)
+    _, slices = local_shard(sample)
     return DTensor.from_local(
         value[slices].to(sample.device, copy=True),
         sample.device_mesh,
@@ -346,7 +346,7 @@ def part_like(value: Any, sample: Tensor) -> Any:
     )
 
 
-def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:
+def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...] | None]:
     """Return this rank's part of a tensor and its slices in the whole; the slices are None for a whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, None
@@ -363,7 +363,7 @@ def _blank(value: Tensor, sample: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gathered(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def gather_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     """Gather the tensors of a state dict on the host, one after the other. All ranks call it.
 
     Args:

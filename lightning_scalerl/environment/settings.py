@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from lightning_scalerl.checks import ConfigurationError, positive, whole_number
 from lightning_scalerl.environment.calls import CONVENTIONS
 from lightning_scalerl.environment.pool import MAX_CHARACTERS, EnvironmentPool
-from lightning_scalerl.user_code import Given, Source
+from lightning_scalerl.user_code import FunctionObject, Source
 
 Location = str | Callable[[], Any]
 _CHOICES = {
@@ -118,7 +118,7 @@ class EnvironmentSettings:
         factory = factories if isinstance(self.factory, Mapping) else factories[""]
         return EnvironmentPool(factory, self.processes, self.timeout_s, self.memory_gib, self.max_characters)
 
-    def _sources(self) -> dict[str, Source | Given]:
+    def _sources(self) -> dict[str, Source | FunctionObject]:
         """Return the factories by name; a single factory has the name "".
 
         Raises:
@@ -127,14 +127,16 @@ class EnvironmentSettings:
         by_name = self.factory if isinstance(self.factory, Mapping) else {"": self.factory}
         if not by_name:
             raise ConfigurationError("environment.factory: an empty mapping; give at least one, or null for none")
-        sources: dict[str, Source | Given] = {}
+        sources: dict[str, Source | FunctionObject] = {}
         for name, factory in by_name.items():
             field = f"environment.factory{f'.{name}' if name else ''}"
             if not isinstance(factory, str) and not callable(factory):
                 raise ConfigurationError(
                     f"{field}: {factory!r} must be file.py:Class, module:Class, a class or function"
                 )
-            sources[str(name)] = Source.of(field, factory) if isinstance(factory, str) else Given(field, factory)
+            sources[str(name)] = (
+                Source.of(field, factory) if isinstance(factory, str) else FunctionObject(field, factory)
+            )
         return sources
 
     @staticmethod

@@ -118,7 +118,7 @@ class StepReport:
 COUNTS = tuple(entry.name for entry in fields(StepReport) if entry.name not in ("finished", "lost_tokens", "waiting"))
 
 
-def nothing_computed() -> list[int]:
+def zero_counts() -> list[int]:
     """Return one zero per count of `StepReport.computed`: the start of a running sum."""
     return [0] * len(COUNTS)
 

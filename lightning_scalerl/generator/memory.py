@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_scalerl.model.head import head_sizes, text_config
+from lightning_scalerl.model.head import key_and_value_sizes, text_config
 
 GIB = 2**30
 
@@ -19,7 +19,7 @@ def cache_gib(model: nn.Module, dtype: torch.dtype, tokens: int) -> float:
     config: Any = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     # layers x KV heads x (key size + value size) x bytes per number x tokens.
-    return int(config.num_hidden_layers) * int(heads) * sum(head_sizes(config)) * dtype.itemsize * tokens / GIB
+    return int(config.num_hidden_layers) * int(heads) * sum(key_and_value_sizes(config)) * dtype.itemsize * tokens / GIB
 
 
 def free_gib(device: torch.device) -> float:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError, error_line
-from lightning_scalerl.model.adapter import of_adapter
-from lightning_scalerl.model.head import backbone, eval_mode, head_sizes, output_head, text_config
+from lightning_scalerl.model.adapter import is_adapter_weight
+from lightning_scalerl.model.head import backbone, eval_mode, key_and_value_sizes, output_head, text_config
 from lightning_scalerl.model.windows import Window, attention_windows, outside
 
 # Matches parameters of one routed expert; most models keep all experts in one three-dimensional tensor instead. Shared
@@ -106,13 +106,13 @@ class FlopModel:
                     )
                 share = experts_per_token / experts
             flops = flops_by_id[id(parameter)] = 2.0 * parameter.numel() * share
-            if of_adapter(name):
+            if is_adapter_weight(name):
                 adapter += flops
                 continue
             per_token += flops
             frozen += 0.0 if parameter.requires_grad or parameter is head else flops
         heads, layers = _config_number(model, "num_attention_heads"), _config_number(model, "num_hidden_layers")
-        keys, values = head_sizes(config)
+        keys, values = key_and_value_sizes(config)
         # q k^T and the weighted sum of v: 2 FLOPs each per head dimension, head, layer and attended token.
         per_layer = 2.0 * heads * (keys + values)
         plain = cls(per_token, 2.0 * head.numel(), per_layer, layers, attention_windows(config))

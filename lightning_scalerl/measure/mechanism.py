@@ -19,14 +19,14 @@ from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import TrainBatch
-from lightning_scalerl.stream.credit import assemble, remember
+from lightning_scalerl.stream.credit import assemble, update_moments
 from lightning_scalerl.stream.random_streams import SELECTION_STREAM
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.update.terms import loss_weights, with_selection
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.token_credit import token_advantages
 from lightning_scalerl.update.trained import TrainedPolicy
 
-THRESHOLD = 1e-3
+EFFECT_THRESHOLD = 1e-3
 # Threshold with `rounding`: far above the relative error of FP32, and far below that of BF16 (1e-3 in norm) and FP16
 # (2e-4).
 ROUNDING = 1e-5
@@ -57,8 +57,8 @@ class MechanismCounters:
         self._stream = stream
         self._trained = trained
         self._decode = decode
-        self._departures = departures(choices, recipe_choices)
-        self._acted = dict.fromkeys(self.axes, 0)
+        self._departures = choice_differences(choices, recipe_choices)
+        self._steps_with_effect = dict.fromkeys(self.axes, 0)
         self._steps = 0
 
     @property
@@ -92,27 +92,27 @@ class MechanismCounters:
             reward_sums=self._stream.reward_sums,
         )
         for ours, theirs in self._departures:
-            self._acted[ours.axis] += ours.differs(theirs, step)
+            self._steps_with_effect[ours.axis] += ours.differs(theirs, step)
 
     def metrics(self) -> dict[str, float]:
         """Return `mechanism/<axis>`, the share of steps so far in which the difference had an effect."""
-        return {f"mechanism/{axis}": self._acted[axis] / max(1, self._steps) for axis in self.axes}
+        return {f"mechanism/{axis}": self._steps_with_effect[axis] / max(1, self._steps) for axis in self.axes}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and the state of the recipe's choices, which is updated in each step."""
         remembered = {theirs.axis: state for _, theirs in self._departures if (state := theirs.state_dict())}
-        return {"acted": dict(self._acted), "steps": self._steps, "remembered": remembered}
+        return {"acted": dict(self._steps_with_effect), "steps": self._steps, "remembered": remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts and the state of the recipe's choices."""
-        self._acted = dict(state["acted"])
+        self._steps_with_effect = dict(state["acted"])
         self._steps = state["steps"]
         for _, theirs in self._departures:
             if theirs.axis in state.get("remembered", {}):
                 theirs.load_state_dict(state["remembered"][theirs.axis])
 
 
-def departures(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:
+def choice_differences(choices: Choices, recipe_choices: Choices) -> list[tuple[DesignChoice, DesignChoice]]:
     """Return (the run's choice, the recipe's choice) for every axis on which they differ.
 
     If only one of the two contains a user-defined axis, the other has that axis's neutral choice.
@@ -164,12 +164,12 @@ class _Step:
         return self.trained.logprobs(self.batch.select(rows), precision)
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
-        other = self.choices.having(theirs)
+        other = self.choices.replacing(theirs)
         # The recipe's normalization may have running moments. No other code uses that normalization, so this counter
         # updates its moments.
         updates_moments = theirs is other.normalization
         if updates_moments and not other.advantage.after_forward:
-            remember(self.batch.groups, other)
+            update_moments(self.batch.groups, other)
         if not self._has_inputs(other):
             # The recipe's choice needs a model that this run does not have, so the two choices certainly differ.
             return self.batch.rollouts > 0
@@ -186,11 +186,11 @@ class _Step:
         for name in ("values", "divergences"):
             if (table := getattr(self.batch, name)) is not None:
                 setattr(twin, name, self._aligned(twin, table, torch.zeros_like(twin.generator_logprobs)))
-        twin = token_credit(twin, other, lambda numbers: numbers, remember=updates_moments)
+        twin = token_advantages(twin, other, lambda numbers: numbers, update_statistics=updates_moments)
         twin = with_selection(twin, other, (self.stream.seed, SELECTION_STREAM, self.completed_steps))
         ours = loss_weights(self.batch, self.trainer_logprobs, self.choices)
         their_weights = loss_weights(twin, logprobs, other)
-        return bool((ours - their_weights).norm() > (ROUNDING if rounding else THRESHOLD) * their_weights.norm())
+        return bool((ours - their_weights).norm() > (ROUNDING if rounding else EFFECT_THRESHOLD) * their_weights.norm())
 
     def _has_inputs(self, other: Choices) -> bool:
         """Return whether the batch has the outputs of critic and reference that these choices need."""

@@ -36,7 +36,7 @@ from lightning_scalerl.model.packed import row_mask
 from lightning_scalerl.model.place import load_options, model_path
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, recompute, set_mode
-from lightning_scalerl.model.tensor_parallel import narrow
+from lightning_scalerl.model.tensor_parallel import shrink_to_one_rank
 from lightning_scalerl.recipe import Recipe
 
 
@@ -171,14 +171,14 @@ def measure(skeleton: Callable[[], nn.Module], recipe: Recipe, partners: int = 1
     try:
         with FakeTensorMode():
             model = skeleton()
-            parameters = _bytes(model) // 4
+            parameters = _fp32_bytes(model) // 4
             cache = round(cache_gib(model, dtype, 1) * GIB)
             vocabulary = output_head(model).weight.shape[0]
             if partners > 1:
-                narrow(model, partners)
+                shrink_to_one_rank(model, partners)
             vocabulary_parts = vocabulary // output_head(model).weight.shape[0]
-            whole = _bytes(model)
-            body, layers = _bytes(backbone(model)), tuple(_bytes(block) for block in blocks(model))
+            whole = _fp32_bytes(model)
+            body, layers = _fp32_bytes(backbone(model)), tuple(_fp32_bytes(block) for block in blocks(model))
             weights, trained = whole, whole // 4
             if isinstance(choices.adapter, LoRA):
                 frozen, trained = frozen_and_trained(model, choices.adapter)
@@ -264,7 +264,7 @@ def _reference_bytes(kl: KL, measured: MeasuredModel) -> int:
 @lru_cache(maxsize=8)
 def _parameters_of(path: str) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in from_config(path)().parameters())
+        return sum(parameter.numel() for parameter in model_builder(path)().parameters())
 
 
 def memory_and_advice(
@@ -310,7 +310,7 @@ def concurrent_rollouts(measured: MeasuredModel, slots: int, cache_limit_gib: fl
     return max(1, min(slots, int(cache_limit_gib * GIB / (measured.row * measured.cache))))
 
 
-def _bytes(module: nn.Module) -> int:
+def _fp32_bytes(module: nn.Module) -> int:
     """Return the FP32 bytes of a module's parameters."""
     return 4 * sum(parameter.numel() for parameter in module.parameters())
 
@@ -365,7 +365,7 @@ def _score_in_parts(
     return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropies for _, entropies in scored])
 
 
-def from_config(path: str) -> Callable[[], nn.Module]:
+def model_builder(path: str) -> Callable[[], nn.Module]:
     """Return a function that builds the model of a folder or hub id from its configuration, without its weights.
 
     Raises:

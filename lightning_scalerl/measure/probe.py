@@ -24,7 +24,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import Generator, GroupRequest
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, TrainBatch
-from lightning_scalerl.stream.credit import lay_out
+from lightning_scalerl.stream.credit import to_tensors
 from lightning_scalerl.stream.random_streams import PROBE_STREAM
 from lightning_scalerl.update.trained import TrainedPolicy
 
@@ -239,7 +239,7 @@ def generator_scores(scorer: Scorer, requests: Sequence[tuple[Sequence[int], Seq
 def _trainer_logprobs(
     rollouts: Sequence[tuple[Group, Rollout]], trained: TrainedPolicy, size: PassSize
 ) -> list[Tensor]:
-    batch = lay_out([(group, rollout, [0.0], 0, row) for row, (group, rollout) in enumerate(rollouts)])
+    batch = to_tensors([(group, rollout, [0.0], 0, row) for row, (group, rollout) in enumerate(rollouts)])
     batch.packed = trained.policy.packs
     logprobs: dict[int, Tensor] = {}
     for cut in batch.cut(size):

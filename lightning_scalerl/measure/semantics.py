@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_scalerl.choices import Choices
-from lightning_scalerl.measure.mechanism import departures
-from lightning_scalerl.model.adapter import of_adapter
+from lightning_scalerl.measure.mechanism import choice_differences
+from lightning_scalerl.model.adapter import is_adapter_weight
 from lightning_scalerl.optim import AdamW
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.task.base import NoReward, RewardScale
@@ -138,7 +138,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     local = {
         "run": "local",
         "curve": "local",
-        "recipe": own_label(module),
+        "recipe": default_label(module),
         "seed": module.seed,
         "baseline": module.recipe.name,
         "departures": {axis: ", ".join(changes) for axis, changes in _changes_by_axis(module).items()},
@@ -152,7 +152,7 @@ def header_fields(module: Any, identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**local, **identity}
 
 
-def own_label(module: Any) -> str:
+def default_label(module: Any) -> str:
     """Return the default label of a run: the recipe's name and the changes to the recipe, as in the labels of a study.
 
     Examples: `scalerl+loss=DAPO+loss.clip_high=0.5`, `scalerl+loss.max_ratio=4`.
@@ -168,7 +168,9 @@ def own_label(module: Any) -> str:
 def _changes_by_axis(module: Any) -> dict[str, list[str]]:
     """Return the changes that a run makes to its recipe, through callbacks or overrides, by axis."""
     reference_choices = module.recipe.named or module.recipe.choices
-    return {ours.axis: ours.changes_from(theirs) for ours, theirs in departures(module.choices, reference_choices)}
+    return {
+        ours.axis: ours.changes_from(theirs) for ours, theirs in choice_differences(module.choices, reference_choices)
+    }
 
 
 def _task_of(module: Any) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _model_of(module: Any) -> str | None:
 def parameter_count(module: Any) -> int:
     """Return the number of the policy's parameters without those of an adapter: the size of the model itself."""
     named_parameters = module.policy.named_parameters()
-    return sum(parameter.numel() for name, parameter in named_parameters if not of_adapter(name))
+    return sum(parameter.numel() for name, parameter in named_parameters if not is_adapter_weight(name))
 
 
 def versions() -> dict[str, str]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.loss.base import importance_ratio
-from lightning_scalerl.axes.results import shaped
+from lightning_scalerl.axes.results import check_shape
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Part, Rollout, Scored, Source, TrainBatch
-from lightning_scalerl.update.terms import anchor_of, distances, loss_inputs
+from lightning_scalerl.update.terms import anchor_of, kl_estimates, loss_inputs
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _first_pass_metrics(batch: TrainBatch, parts: Sequence[Part], choices: Choic
         distance = Rate()
         for part in scored:
             mask = part.batch.loss_mask
-            distance.add(float((distances(part, choices) * mask).sum()), float(mask.sum()))
+            distance.add(float((kl_estimates(part, choices) * mask).sum()), float(mask.sum()))
         metrics["train/kl"] = distance.value
     if batch.values is not None and batch.returns is not None:
         metrics["train/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
@@ -251,7 +251,7 @@ def _ratio_metrics(batch: TrainBatch, passes: Sequence[Pass], choices: Choices) 
             anchor = anchor_of(scored.batch, choices)
             ratio = importance_ratio(scored.trainer_logprobs, anchor)
             clipped = choices.loss.clipped(*loss_inputs(scored, choices, scored.batch.advantages))
-            shaped(choices.loss, "clipped", clipped, mask.shape)
+            check_shape(choices.loss, "clipped", clipped, mask.shape)
             tokens = float(mask.sum())
             clip.add(float((clipped * mask).sum()), tokens)
             mean.add(float((ratio * mask).sum()), tokens)

@@ -31,7 +31,7 @@ from sweeps.run.spec import OPERATIONAL_KEYS, SPEC_FILE, RunSpec, changed_keys
 GROUP = "branch"
 KEPT, FRESH = "kept", "fresh"
 # Groups that a branch cannot change: the checkpoint's weights or rollouts in flight only fit the parent's values.
-FIXED = frozenset(
+UNCHANGEABLE_GROUPS = frozenset(
     {"model", "adapter", "critic", "advantage", "task", "batch", "context", "thinking", "chat", "environment"}
     | {"generator", "driver", "async_mode", "allocation", "length_control", "cost_model", "precision"}
 )
@@ -201,7 +201,7 @@ def own_overrides(overrides: Sequence[str], parent: Parent) -> list[str]:
     return [entry for entry in overrides if _key(entry).split(".")[0] != GROUP and entry not in parent.spec.overrides]
 
 
-def inherited(overrides: Sequence[str], parent: Parent) -> list[str]:
+def inherited_overrides(overrides: Sequence[str], parent: Parent) -> list[str]:
     """Return the parent's overrides that the branch does not replace, followed by `overrides`, the branch's own."""
     own_keys = {_key(entry) for entry in overrides}
     replaced = {key for key in own_keys if "." not in key}
@@ -223,7 +223,9 @@ def _key(override: str) -> str:
     return override.lstrip("+~").split("=")[0].split("@")[0]
 
 
-def change_of(identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int, origin: Parent) -> tuple[str, ...]:
+def changed_groups(
+    identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int, origin: Parent
+) -> tuple[str, ...]:
     """Return a tuple with the configuration group in which a branch differs from its parent; empty if it does not.
 
     Args:
@@ -241,10 +243,10 @@ def change_of(identity: Mapping[str, Any], parent: Mapping[str, Any], steps: int
         raise ConfigurationError(
             f"branch: {', '.join(changed)} differ from the parent {origin.folder}; a branch changes one of them"
         )
-    if fixed := FIXED & set(changed):
+    if fixed := UNCHANGEABLE_GROUPS & set(changed):
         raise ConfigurationError(
             f"branch: {min(fixed)} cannot change at a branch, whose checkpoint was made for the parent's; launch a run "
-            f"of its own; fixed: {', '.join(sorted(FIXED))}"
+            f"of its own; fixed: {', '.join(sorted(UNCHANGEABLE_GROUPS))}"
         )
     classes = [str(form.get("optimizer", {}).get("choice")) for form in (theirs, ours)]
     if origin.optimizer == KEPT and classes[0] != classes[1]:
@@ -293,7 +295,7 @@ def begin(run_dir: Path, spec: RunSpec, branch: Branch) -> None:
     """
     if (run_dir / JOURNAL_FILE).exists():
         return
-    fetch_checkpoint(run_dir, branch)
+    copy_checkpoint(run_dir, branch)
     parent, view = Path(str(branch.folder)), _parent_journal(branch)
     assert branch.step is not None
     _copy_passes(parent, run_dir, branch.step)
@@ -330,7 +332,7 @@ def _parent_journal(branch: Branch) -> JournalView:
     return view
 
 
-def fetch_checkpoint(run_dir: Path, branch: Branch) -> Path:
+def copy_checkpoint(run_dir: Path, branch: Branch) -> Path:
     """Put the parent's checkpoint into the branch's folder, by hard links if possible, and return its path.
 
     Raises:
@@ -360,7 +362,7 @@ def shared_checkpoint(branch: Branch | None) -> tuple[str, int] | None:
     return None if branch is None else (str(branch.run), int(branch.step or 0))
 
 
-def start_again(run_dir: Path, branch: Branch, covered: int, leads: bool) -> Path:
+def parent_checkpoint(run_dir: Path, branch: Branch, covered: int, leads: bool) -> Path:
     """Return the path of the parent's checkpoint, for a branch that has no later checkpoint.
 
     Args:
@@ -382,7 +384,7 @@ def start_again(run_dir: Path, branch: Branch, covered: int, leads: bool) -> Pat
             f"{run_dir / JOURNAL_FILE}: damaged before step {branch.step}, where this branch begins; delete the "
             "folder, and launch the branch again"
         )
-    return fetch_checkpoint(run_dir, branch)
+    return copy_checkpoint(run_dir, branch)
 
 
 def _link_or_copy(source: str, target: str) -> str:

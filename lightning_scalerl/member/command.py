@@ -34,7 +34,7 @@ def command_conf_dir() -> Path:
     return conf_dir() / BASE
 
 
-def named_study(overrides: Sequence[str], file: Path) -> list[str]:
+def with_study_name(overrides: Sequence[str], file: Path) -> list[str]:
     """Add the study's name to the overrides, unless they or the file set one; the default is the name of the file."""
     is_named = "study" in _read(file) or any(word.startswith("study=") for word in overrides)
     return [*overrides] if is_named else [*overrides, f"study={file.stem}"]
@@ -141,7 +141,7 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
     path = Path(file)
     use_folders(user_folders)
     try:
-        base = _compose_file(named_study([], path), path, user_folders)
+        base = _compose_file(with_study_name([], path), path, user_folders)
         file_values = _file_values(base)
         members = []
         for overrides in override_lists:

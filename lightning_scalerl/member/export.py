@@ -17,10 +17,10 @@ from lightning_scalerl.axes.adapter import NoAdapter
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint, unusable
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, use_folders
-from lightning_scalerl.distributed.checkpoint_folder import check_weights, is_folder, outline
-from lightning_scalerl.distributed.shard_files import fill
+from lightning_scalerl.distributed.checkpoint_folder import check_weights, is_folder, load_outline
+from lightning_scalerl.distributed.shard_files import read_into
 from lightning_scalerl.member.trust import check_run
-from lightning_scalerl.model.adapter import adapt, plain_copy
+from lightning_scalerl.model.adapter import adapt, merged_copy
 from lightning_scalerl.model.chat import Chat, Rendering, model_card_facts
 from lightning_scalerl.model.load import load_model, load_tokenizer
 from lightning_scalerl.model.save import free, save_in_parts, save_model
@@ -62,7 +62,7 @@ def export_run(
         config = OmegaConf.create(dict(spec.config))
         source = str(build(config, "model"))
         tokenizer = load_tokenizer(source)
-        saved = outline(path) if is_folder(path) else torch.load(path, "cpu", weights_only=True, mmap=True)
+        saved = load_outline(path) if is_folder(path) else torch.load(path, "cpu", weights_only=True, mmap=True)
         adapter = build(config, "adapter") if "adapter" in config else NoAdapter()
         step_of_weights = int(saved["scalerl"]["stream"]["completed_steps"])
         rendering = Rendering(tokenizer, build(config, "chat") if "chat" in config else Chat(template="none"))
@@ -76,11 +76,11 @@ def export_run(
             check_weights(path, {"state_dict": weights}, model.state_dict())
         weight = partial(_weight, path, saved)
         if is_folder(path) and not adapter.adapts:
-            save_in_parts(model, weight, rendering.to_save(), directory, dtype, facts)
+            save_in_parts(model, weight, rendering.tokenizer_to_save(), directory, dtype, facts)
         else:
             model.load_state_dict({name: weight(name) for name in weights})
-            model = plain_copy(model) if adapter.adapts else model
-            save_model(model, rendering.to_save(), directory, dtype, facts)
+            model = merged_copy(model) if adapter.adapts else model
+            save_model(model, rendering.tokenizer_to_save(), directory, dtype, facts)
     except ConfigurationError as error:
         raise UserError(str(error)) from error
     where = f"{spec.title}, step {step_of_weights}: {directory} ({dtype})"
@@ -93,7 +93,7 @@ def _weight(path: Path, saved: Mapping[str, Any], name: str) -> Tensor:
     if not value.is_meta:
         return value
     whole = torch.empty_like(value, device="cpu")
-    fill(path, saved, {f"state_dict.{_PREFIX}{name}": whole})
+    read_into(path, saved, {f"state_dict.{_PREFIX}{name}": whole})
     return whole
 
 

@@ -30,9 +30,9 @@ from lightning_scalerl.composition import (
 from lightning_scalerl.member.branch import (
     FRESH,
     Parent,
-    change_of,
+    changed_groups,
     check_checkpoint,
-    inherited,
+    inherited_overrides,
     own_overrides,
     parent_of,
 )
@@ -99,7 +99,10 @@ def plan_members(override_lists: Sequence[Sequence[str]], folders: Folders = ())
     identities: dict[bytes, dict[str, Any]] = {}
     clean: dict[tuple[str, int], Any] = {}
     specs = [
-        replace(_identified(draft, used_folders, builder, identities, clean), overrides=_storable(draft.overrides))
+        replace(
+            _identified(draft, used_folders, builder, identities, clean),
+            overrides=_without_tracking_address(draft.overrides),
+        )
         for draft in drafts
     ]
     check_class_names([spec.config for spec in specs], used_folders)
@@ -127,7 +130,7 @@ def _parent_of(overrides: Sequence[str]) -> Parent | None:
     return parent_of(overrides, output_dir, int(seed) if seed is not None and seed.isdecimal() else None)
 
 
-def _storable(overrides: Sequence[str]) -> tuple[str, ...]:
+def _without_tracking_address(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the overrides without the tracking address, which may contain a password and must not be stored."""
     return tuple(entry for entry in overrides if group_of(entry) != "mlflow")
 
@@ -235,14 +238,14 @@ def _check_study(value: Any) -> None:
 
 def _check_light_parts(config: Mapping[str, Any], builder: _Builder) -> None:
     """Check data, scale and the model's path first, because building axes imports Lightning, which is slow."""
-    from lightning_scalerl.member.identity import part_of
+    from lightning_scalerl.member.identity import group_identity
     from lightning_scalerl.task.base import check_task
 
     # A scale may set values of a task, so a scale for another model is refused before the task refuses these values.
     model = chosen_node(config, "model")
     check_scale(config.get("scaled_for"), model["_target_"] == config.get("scaled_for"))
     check_task(builder(config, "task"))
-    part_of("model", model)
+    group_identity("model", model)
     for group in _WITHOUT_LIGHTNING:
         if group in config:
             builder(config, group)
@@ -274,7 +277,7 @@ def _draft(overrides: list[str], common: set[str], composer: Composer, parent: P
     """
 
     def with_parent(entries: list[str]) -> list[str]:
-        return entries if parent is None else inherited(entries, parent)
+        return entries if parent is None else inherited_overrides(entries, parent)
 
     own_entries = overrides if parent is None else own_overrides(overrides, parent)
     branch_entries = [] if parent is None else [entry for entry in overrides if group_of(entry) == BRANCH]
@@ -309,7 +312,7 @@ def _draft(overrides: list[str], common: set[str], composer: Composer, parent: P
     return _Draft(values, reference, label, variant, by_hand, settings, [*overrides, *branch_entries], parent)
 
 
-def check_shown(overrides: Sequence[str], folders: Folders = ()) -> None:
+def check_printed_config(overrides: Sequence[str], folders: Folders = ()) -> None:
     """Check a configuration before Hydra prints it, as before a run.
 
     Raises:
@@ -362,7 +365,7 @@ def _identified(
         if draft.values["race"]["mode"] != "none":
             raise ConfigurationError("race.mode: branches cannot be raced; give race.mode=none")
         parent_identity = cached_identity(draft.parent.spec.config)
-        changed_groups = change_of(identity, parent_identity, int(draft.values["budget"]["steps"]), draft.parent)
+        changed_groups = changed_groups(identity, parent_identity, int(draft.values["budget"]["steps"]), draft.parent)
         settings = [entry for entry in settings if group_of(entry) in changed_groups]
         if draft.parent.optimizer == FRESH:
             settings.append(f"{BRANCH}.optimizer={FRESH}")

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_scalerl.checks import ADDRESSES, ConfigurationError, check_public_name
 from lightning_scalerl.compat.hydra import locate
-from lightning_scalerl.composition import axes_of, parts_in
+from lightning_scalerl.composition import axes_of, file_contents
 from lightning_scalerl.model.place import content as model_content
 from sweeps.run.spec import SPEC_FILE, RunSpec, changed_keys, identities, learning_config
 
@@ -37,18 +37,18 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: a class or file that a group names cannot be found or read, or a class has the name of a
             public class of this package.
     """
-    parts = {key: part_of(key, value) for key, value in learning_config(config).items()}
+    parts = {key: group_identity(key, value) for key, value in learning_config(config).items()}
     return {key: part for key, part in parts.items() if part is not None}
 
 
-def part_of(group: str, value: Any) -> Any:
+def group_identity(group: str, value: Any) -> Any:
     """Return the identity form of one group of a configuration; None at its neutral choice, which changes nothing.
 
     Raises:
         ConfigurationError: see `identity_of`.
     """
     try:
-        return _part(value)
+        return _identity_form(value)
     except ConfigurationError:
         raise
     except Exception as error:  # from Hydra's look-up, an import, or a user's `content`
@@ -71,7 +71,7 @@ def check_class_names(configs: Sequence[Mapping[str, Any]], folders: Sequence[st
         used = {target for config in configs for target in _targets(config.get(group))}
         users = sorted(target for target in used if not target.startswith("lightning_scalerl."))
         first = {_class_name(target): target for target in reversed(users)}
-        others = [target for part in parts_in(group, folders) for target in _targets(part)] if users else []
+        others = [target for part in file_contents(group, folders) for target in _targets(part)] if users else []
         for target in (*users, *others):
             other = first.get(_class_name(target), target)
             if other != target and _is_another_class(target, other):
@@ -132,14 +132,14 @@ def _is_another_class(target: str, other: str) -> bool:
         return False
 
 
-def _part(value: Any) -> Any:
+def _identity_form(value: Any) -> Any:
     """Return the identity form of one value; None for a group at its neutral choice (see `part_of`)."""
     if isinstance(value, list | tuple):
-        return [_part(item) for item in value]
+        return [_identity_form(item) for item in value]
     if not isinstance(value, Mapping):
         return value
     if "_target_" not in value:
-        return {str(key): _part(item) for key, item in value.items()}
+        return {str(key): _identity_form(item) for key, item in value.items()}
     name = _class_name(str(value["_target_"]))
     target = locate(str(value["_target_"]))
     check_public_name(str(value["_target_"]), target)
@@ -148,7 +148,7 @@ def _part(value: Any) -> Any:
     for parameter in (*added, *getattr(target, "operational_parameters", ())):
         if parameter not in added or parameters.get(parameter) == added[parameter]:
             parameters.pop(parameter, None)
-    choice = {"choice": name, **{key: _part(item) for key, item in parameters.items()}}
+    choice = {"choice": name, **{key: _identity_form(item) for key, item in parameters.items()}}
     return None if choice == getattr(target, "neutral", None) else choice
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_scalerl.checks import ConfigurationError, check_layout
 from lightning_scalerl.composition import build_recipe, compose
 from lightning_scalerl.distributed.sharded import check_divides
-from lightning_scalerl.measure.memory import Memory, from_config, memory_and_advice
+from lightning_scalerl.measure.memory import Memory, memory_and_advice, model_builder
 from lightning_scalerl.task.arithmetic_base import new_model
 from sweeps.errors import UserError
 from sweeps.run.spec import layout_of
@@ -62,5 +62,5 @@ def _memory_of(overrides: Sequence[str], devices: int | None, limit: int | None)
 def _skeleton(model: Any) -> Callable[[], nn.Module]:
     """Return a function that builds the configured model without loading its weights."""
     if "path" in model:
-        return from_config(str(model.path))
+        return model_builder(str(model.path))
     return partial(new_model, int(model.width), int(model.layers), seed=0)

@@ -45,7 +45,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
         raise UserError(f"--repeats {repeats}: at least 2, or there is nothing to compare")
     silence_libraries()
     try:
-        config, weights = _configured(model, overrides, trust)
+        config, weights = _config_and_checkpoint(model, overrides, trust)
         torch.set_num_threads(int(config.launch.threads))
         recipe = build_recipe(config, "noise")
         module = ScaleRL(model=build(config, "model"), recipe=recipe)
@@ -72,7 +72,7 @@ def measure_noise(model: str, overrides: Sequence[str], repeats: int, trust: boo
     return [_row(name, repeated, samples[name]) for name, repeated in repeats_by_set.items()]
 
 
-def _configured(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:
+def _config_and_checkpoint(model: str, overrides: Sequence[str], trust: bool) -> tuple[Any, str | None]:
     """Return the configuration, and the path of the checkpoint to evaluate (None for the model's own weights)."""
     if (Path(model) / SPEC_FILE).is_file():
         if overrides:

@@ -20,7 +20,7 @@ from lightning_scalerl.composition import axes_of, build, build_recipe, use_fold
 from lightning_scalerl.data import RolloutDataModule
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.distributed.start import process_rank, trainer_settings
-from lightning_scalerl.member.branch import Branch, begin, branch_of, shared_checkpoint, start_again
+from lightning_scalerl.member.branch import Branch, begin, branch_of, parent_checkpoint, shared_checkpoint
 from lightning_scalerl.member.identity import check_identity
 from lightning_scalerl.module import ScaleRL
 from sweeps.run.files import write_atomically
@@ -119,7 +119,7 @@ def _fit(
     check_lease = lease.check if lease is not None else None
     newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered, shared=shared_checkpoint(branch))
     if branch is not None and newest.path is None:
-        newest = replace(newest, path=start_again(run_dir, branch, covered, leads=lease is not None))
+        newest = replace(newest, path=parent_checkpoint(run_dir, branch, covered, leads=lease is not None))
     log = RunLog(
         run_dir,
         spec.header(),

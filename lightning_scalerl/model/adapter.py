@@ -41,7 +41,7 @@ def _has_low_rank(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "lora_B")
 
 
-def of_adapter(name: str) -> bool:
+def is_adapter_weight(name: str) -> bool:
     """Return whether a parameter with this name belongs to an adapter."""
     return any(part in f".{name}" for part in _LORA)
 
@@ -210,7 +210,7 @@ def modules_saved(model: nn.Module) -> list[str]:
     """
     parameters = model.named_parameters(remove_duplicate=False)
     trained = (name for name, parameter in parameters if parameter.requires_grad)
-    return sorted({name.rpartition(".")[0] for name in trained if not of_adapter(name)})
+    return sorted({name.rpartition(".")[0] for name in trained if not is_adapter_weight(name)})
 
 
 # --- a model that comes with an adapter --------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def _is_from_peft(model: nn.Module) -> bool:
     return any(base_class.__module__.partition(".")[0] == "peft" for base_class in type(model).__mro__)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def without_peft_wrapper(model: nn.Module) -> nn.Module:
     """Return the transformers model inside a `PeftModel`, with its adapter in place; return other models unchanged.
 
     Raises:
@@ -289,17 +289,17 @@ def check_adapter(model: nn.Module) -> None:
         if layer.merged or layer.disable_adapters:
             raise _refusal(model_name, f"has its adapter merged or disabled at {name}")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    frozen = [name for name, _ in model.named_parameters() if of_adapter(name) and name not in trained]
+    frozen = [name for name, _ in model.named_parameters() if is_adapter_weight(name) and name not in trained]
     if frozen:
         raise _refusal(
             model_name, f"has low-rank weights that are frozen ({frozen[0]}; load it with is_trainable=True)"
         )
-    other_weights = sorted(name for name in trained if not of_adapter(name))
+    other_weights = sorted(name for name in trained if not is_adapter_weight(name))
     if other_weights:
         raise _refusal(model_name, f"trains other weights beside its adapter ({', '.join(other_weights[:3])})")
 
 
-def described(model: nn.Module) -> dict[str, Any]:
+def adapter_description(model: nn.Module) -> dict[str, Any]:
     """Return a model's adapter as plain values: its ranks, scales, targets and number of layers."""
     layers = adapted_layers(model)
     ranks = sorted({int(layer.r[_active(layer)]) for layer in layers.values()})
@@ -332,7 +332,7 @@ class _LowPrecisionLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
+def store_linear_layers_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Store the linear layers of a model's body in `dtype`, in place, and all other weights in FP32.
 
     Low-rank weights, embeddings, norms and the output head stay FP32. Under autocast to the same type the results do
@@ -340,7 +340,7 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     for name, module in model.named_modules():
-        body = isinstance(module, nn.Linear) and module is not head and not of_adapter(f"{name}.weight")
+        body = isinstance(module, nn.Linear) and module is not head and not is_adapter_weight(f"{name}.weight")
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype if body else torch.float32)
@@ -362,7 +362,7 @@ def merge(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """
     if not state:
         return {}
-    merged = {name.replace(".base_layer.", "."): value for name, value in state.items() if not of_adapter(name)}
+    merged = {name.replace(".base_layer.", "."): value for name, value in state.items() if not is_adapter_weight(name)}
     for name, layer in adapted_layers(model).items():
         adapter = _active(layer)
         a, b = (state[f"{name}.lora_{part}.{adapter}.weight"].float() for part in "AB")
@@ -372,7 +372,7 @@ def merge(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     return merged
 
 
-def plain_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
+def merged_copy(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
     """Return a new model of the same class and configuration with merged weights, in host memory.
 
     Args:

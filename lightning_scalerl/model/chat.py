@@ -33,7 +33,7 @@ DATE = datetime(2024, 7, 26)
 # Largest number of special tokens to list at the start; a model may have hundreds of reserved ones.
 MAX_LISTED_TOKENS = 24
 # Version of the tokenisation rules; cached tokens of other versions are not read.
-RULES = 2
+RULES_VERSION = 2
 # Tokenisation that takes longer than this is cached on disk.
 CACHE_AFTER_S = 0.5
 
@@ -125,7 +125,7 @@ class Rendering:
             )
         return template
 
-    def to_save(self) -> Any:
+    def tokenizer_to_save(self) -> Any:
         """Return the tokenizer to save with the model, with the chat template that training used."""
         if self._template is None or self.chat.template == "auto":
             return self.tokenizer
@@ -144,7 +144,7 @@ class Rendering:
         return self.chat.template if self.chat.template != "auto" else self.tokenizer.name_or_path or "the model"
 
     @property
-    def describes(self) -> str:
+    def description(self) -> str:
         """Description of how prompts are rendered, in one line."""
         if self._template is None:
             return "plain text, no chat template"
@@ -242,7 +242,7 @@ class Rendering:
             for prompt, text in zip(prompts, texts, strict=True):
                 if (reason := lone_surrogate(text)) is not None:
                     raise ConfigurationError(f"task: prompt {prompt.prompt_id!r}: {reason}")
-            tokens, opening = self._tokens(texts), [self._opens(text) for text in texts]
+            tokens, opening = self._tokens(texts), [self._opens_thinking(text) for text in texts]
             if time.perf_counter() - began > CACHE_AFTER_S:
                 _write_cache(path, tokens, opening)
         self._opening |= zip(digests, opening, strict=True)
@@ -252,7 +252,7 @@ class Rendering:
             start += len(pool)
         return tokens_of
 
-    def _opens(self, text: str) -> bool:
+    def _opens_thinking(self, text: str) -> bool:
         """Return whether a prompt's text ends by opening the thinking (`<think>`)."""
         opening = self.marker.replace("</", "<", 1)
         return opening != self.marker and text.rstrip().endswith(opening)
@@ -263,7 +263,7 @@ class Rendering:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         tokenizer_text = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         special = {str(name): str(value) for name, value in self.tokenizer.special_tokens_map.items()}
-        settings = {**asdict(self.chat), "template": self._template, "marker": self.marker, "rules": RULES}
+        settings = {**asdict(self.chat), "template": self._template, "marker": self.marker, "rules": RULES_VERSION}
         tools = [list(self.tools_of(prompt)) for prompt in prompts] if self.tools_of is not _no_tools else []
         settings |= {"tools": tools} if any(tools) else {}
         for part in (type(self.tokenizer).__name__, tokenizer_text, json.dumps([special, settings], default=str)):
@@ -369,7 +369,7 @@ class Rendering:
             return ""
         key = _digest(prompt)
         if key not in self._opening:
-            self._opening[key] = self._opens(self.text(prompt))
+            self._opening[key] = self._opens_thinking(self.text(prompt))
         return "" if self._opening[key] else completion
 
 

@@ -44,7 +44,7 @@ class WeightFiles:
         return value.bfloat16().float() if self.in_bf16 else value.float()
 
 
-def is_blank(model: nn.Module) -> bool:
+def has_no_data(model: nn.Module) -> bool:
     """Return whether a model has weights on the meta device, which have no data."""
     return any(parameter.is_meta for parameter in model.parameters())
 

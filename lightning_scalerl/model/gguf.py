@@ -20,7 +20,7 @@ from sweeps.terminal import Bar
 
 SUFFIX = ".gguf"
 # Version of the conversion: folders of other versions are not read.
-RULES = 1
+CONVERSION_VERSION = 1
 # File in the folder that describes its source. Written last, so a folder without it is incomplete.
 SOURCE_FILE = "made_of.json"
 
@@ -69,7 +69,7 @@ def converted(file: Path) -> Path:
     """
     from filelock import FileLock
 
-    folder = cache_dir() / "gguf" / f"{digest(file)[:24]}-{RULES}"
+    folder = cache_dir() / "gguf" / f"{digest(file)[:24]}-{CONVERSION_VERSION}"
     if (folder / SOURCE_FILE).is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def head_sizes(config: Any) -> tuple[int, int]:
+def key_and_value_sizes(config: Any) -> tuple[int, int]:
     """Return the sizes of the key and the value of one attention head."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not getattr(config, "v_head_dim", None):

@@ -39,7 +39,7 @@ def load_model(path: str, blank: bool = False) -> nn.Module:
         with _without_weights_bar():
             model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(_unusable("model", path, error)) from error
+        raise ConfigurationError(_load_error_text("model", path, error)) from error
     if _ignored_settings(model):
         model.set_attn_implementation("eager")  # type: ignore[operator]
     return model
@@ -153,7 +153,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(_unusable("tokenizer", path, error)) from error
+        raise ConfigurationError(_load_error_text("tokenizer", path, error)) from error
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(f"model.path: the tokenizer of {path} has no eos_token; completions could never end")
     return tokenizer
@@ -169,7 +169,7 @@ def stop_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
     return sorted({int(token) for token in [tokenizer.eos_token_id, *configured_tokens] if token is not None})
 
 
-def _unusable(object_name: str, path: str, error: Exception) -> str:
+def _load_error_text(object_name: str, path: str, error: Exception) -> str:
     """Return the message for a path without a loadable model or tokenizer, with the first line of the error."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     location = "a folder without a" if Path(path).is_dir() else "neither a folder nor a reachable hub id of a"

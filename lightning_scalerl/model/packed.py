@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.model.head import backbone, eval_mode, text_config
-from lightning_scalerl.model.shared_prompt import SAME, sequences
+from lightning_scalerl.model.shared_prompt import RELATIVE_TOLERANCE, batch_of_sequences
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollouts.rollout import TrainBatch
 
@@ -112,7 +112,7 @@ def packs_rows(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     device, limit = next(model.parameters()).device, int(config.vocab_size)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 1, 0, 0], [5, 4, 3, 2, 1, 0]], device=device) % limit
     lengths = torch.tensor([6, 4, 5], device=device)
-    batch = sequences(tokens, torch.ones_like(lengths), lengths, torch.arange(3, device=device))
+    batch = batch_of_sequences(tokens, torch.ones_like(lengths), lengths, torch.arange(3, device=device))
     row, position = (torch.arange(5, device=device) < (lengths - 1).unsqueeze(1)).nonzero(as_tuple=True)
     try:
         with eval_mode(model), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -125,5 +125,5 @@ def packs_rows(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False  # for example because the model does not take position ids
     gap = (torch.stack(packed) - expected).abs().max()
-    tolerance = SAME if dtype == torch.float32 else SAME_IN_16_BIT
+    tolerance = RELATIVE_TOLERANCE if dtype == torch.float32 else SAME_IN_16_BIT
     return bool(gap <= tolerance * expected.abs().max().clamp(min=1.0))

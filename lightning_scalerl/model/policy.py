@@ -25,7 +25,7 @@ from lightning_scalerl.model.head import (
     token_scores,
 )
 from lightning_scalerl.model.packed import token_states
-from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
+from lightning_scalerl.model.shared_prompt import shares_prompts, sharing_pays_off
 from lightning_scalerl.model.shared_prompt import states as completion_states
 from lightning_scalerl.rollouts.rollout import TrainBatch
 from sweeps.run.activity import activity
@@ -131,7 +131,7 @@ class Policy(nn.Module):
         row = torch.arange(rollouts, device=is_token.device).unsqueeze(1).expand(-1, width)[is_token]
         # The state at a token predicts the next token. No logits are computed for prompts and padding.
         position = (batch.completion_start.unsqueeze(1) - 1 + column)[is_token]
-        share_prompts = self.shares_prompts and worthwhile(batch)
+        share_prompts = self.shares_prompts and sharing_pays_off(batch)
         if self.agree is not None:
             # With a shared prompt, completions of one token take one forward call, and longer completions take two. All
             # ranks must make the same number of calls.

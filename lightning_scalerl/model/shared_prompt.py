@@ -17,10 +17,10 @@ from lightning_scalerl.rollouts.rollout import Denominators, TrainBatch
 # Two forward passes instead of one pay off if they save at least this fraction of all tokens.
 MIN_SAVED_FRACTION = 0.15
 # Relative tolerance in FP32 between two computations of the same states.
-SAME = 1e-4
+RELATIVE_TOLERANCE = 1e-4
 
 
-def worthwhile(batch: TrainBatch) -> bool:
+def sharing_pays_off(batch: TrainBatch) -> bool:
     """Return whether sharing prompts would save at least the fraction `MIN_SAVED_FRACTION` of a batch's tokens.
 
     Shared prompts and their completions are padded, while packed rows are not. For a packed batch, this padding
@@ -93,7 +93,7 @@ def shares_prompts(model: nn.Module) -> bool:
     limit = int(text_config(model).vocab_size)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 0], [4, 5, 6, 0, 0, 0]], device=device) % limit
     starts, lengths = torch.tensor([3, 3, 1], device=device), torch.tensor([6, 5, 3], device=device)
-    batch = sequences(tokens, starts, lengths, torch.tensor([0, 0, 1], device=device))
+    batch = batch_of_sequences(tokens, starts, lengths, torch.tensor([0, 0, 1], device=device))
     try:
         with eval_mode(model):
             unshared = backbone(model)(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
@@ -104,10 +104,10 @@ def shares_prompts(model: nn.Module) -> bool:
     is_token = column < (lengths - starts).unsqueeze(1)
     expected = unshared.gather(1, (starts.unsqueeze(1) - 1 + column).clamp(max=4).unsqueeze(2).expand_as(shared))
     gap = (shared - expected)[is_token].float().abs().max()
-    return bool(gap <= SAME * expected[is_token].float().abs().max().clamp(min=1.0))
+    return bool(gap <= RELATIVE_TOLERANCE * expected[is_token].float().abs().max().clamp(min=1.0))
 
 
-def sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
+def batch_of_sequences(tokens: Tensor, starts: Tensor, lengths: Tensor, group: Tensor) -> TrainBatch:
     """Build a batch for a forward pass, with zeros in all tensors except the sequences."""
     width = int((lengths - starts).max())
     table, column = torch.zeros(len(lengths), width), torch.zeros(len(lengths))

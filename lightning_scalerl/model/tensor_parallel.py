@@ -102,7 +102,7 @@ def parallelize(root: nn.Module, mesh: DeviceMesh) -> None:
             module._parameters[name] = new_parameters[0]
 
 
-def narrow(model: nn.Module, size: int) -> None:
+def shrink_to_one_rank(model: nn.Module, size: int) -> None:
     """Reduce a model on the meta device to the shapes on one of `size` ranks, to measure that rank's forward pass.
 
     Tensors that ranks exchange get buffers of the same sizes as on a real rank.

@@ -30,7 +30,7 @@ class Window:
     size: int
     layers: int
 
-    def seen(self, tokens: int) -> int:
+    def visible_pairs(self, tokens: int) -> int:
         """Return the number of (query, key) pairs that one layer computes for the first `tokens` tokens of a sequence.
 
         A token attends to itself. A sliding window covers the last `size` tokens; chunks do not overlap.

@@ -105,7 +105,7 @@ def needs_group(grader: object, prompt: Prompt) -> bool:
     return method is not None and bool(method(prompt))
 
 
-def ready(grader: object) -> Sequence[str]:
+def check_services(grader: object) -> Sequence[str]:
     """Try the services that a grader uses, before anything is computed; return one line per service.
 
     Raises:

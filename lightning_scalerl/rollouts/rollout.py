@@ -208,7 +208,7 @@ def packed(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def unpacked(state: dict[str, Any]) -> list[Rollout]:
+def unpack_rollouts(state: dict[str, Any]) -> list[Rollout]:
     """Restore the rollouts from the result of `packed`."""
     lengths = state["lengths"].tolist()
     sources = state["forced"].to(torch.int8) * Source.FORCED

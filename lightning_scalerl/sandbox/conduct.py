@@ -41,12 +41,14 @@ class _ProgressMarker(ast.NodeTransformer):
         if not self._catches:
             # Record the failure by a call in the assert's message, which is evaluated only when the assert fails. The
             # exception alone may be lost in a thread, in `suppress` or in `gather`.
-            pair = ast.Tuple([_call(_FAILED, str(node.lineno), node).value, node.msg or ast.Constant("")], ast.Load())
+            pair = ast.Tuple(
+                [_recording_call(_FAILED, str(node.lineno), node).value, node.msg or ast.Constant("")], ast.Load()
+            )
             node.msg = ast.Subscript(pair, ast.Constant(1), ast.Load())
             for part in ast.walk(node.msg):
                 if not hasattr(part, "lineno"):
                     ast.copy_location(part, node)
-        return [_call(_REACHED, "", node), node]
+        return [_recording_call(_REACHED, "", node), node]
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._function(node)
@@ -60,7 +62,7 @@ class _ProgressMarker(ast.NodeTransformer):
             key = f"{node.name}:{node.lineno}"
             self.functions[key] = node.name, node.lineno
             index = 1 if ast.get_docstring(node, clean=False) is not None else 0
-            node.body.insert(index, _call(_ENTERED, key, node.body[0]))
+            node.body.insert(index, _recording_call(_ENTERED, key, node.body[0]))
         return node
 
 
@@ -78,7 +80,7 @@ def _catches_asserts(tree: ast.Module) -> bool:
     return False
 
 
-def _call(name: str, argument: str, position: ast.stmt) -> ast.Expr:
+def _recording_call(name: str, argument: str, position: ast.stmt) -> ast.Expr:
     call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), [ast.Constant(argument)], []))
     for node in ast.walk(call):
         ast.copy_location(node, position)

@@ -181,12 +181,12 @@ def _apply_changes(target: Any, source: Any) -> None:
             target[:] = source
             return
         for index, (old, new) in enumerate(zip(target, source, strict=True)):
-            target[index] = _changed(old, new)
+            target[index] = _merge_change(old, new)
     elif isinstance(target, tuple) and isinstance(source, tuple):
         for old, new in zip(target, source, strict=False):
-            _changed(old, new)
+            _merge_change(old, new)
     elif isinstance(target, dict) and isinstance(source, dict):
-        updated = {key: _changed(target[key], new) if key in target else new for key, new in source.items()}
+        updated = {key: _merge_change(target[key], new) if key in target else new for key, new in source.items()}
         target.clear()
         target.update(updated)
     elif isinstance(target, set) and isinstance(source, set):
@@ -196,7 +196,7 @@ def _apply_changes(target: Any, source: Any) -> None:
         target[:] = source
 
 
-def _changed(old: Any, new: Any) -> Any:
+def _merge_change(old: Any, new: Any) -> Any:
     if isinstance(old, list | dict | set | bytearray | tuple) and isinstance(new, type(old)):
         _apply_changes(old, new)
         return new if isinstance(old, tuple) else old
@@ -256,7 +256,7 @@ def _examine(config: dict[str, Any], program: Program) -> None:
     failed = program.wait_until_loaded()
     if failed is not None:
         raise FailedError(f"the program does not load: {failed}")
-    candidate = _bind(config, names, program)
+    candidate = _bind_names(config, names, program)
     program.hidden = {_HIDDEN_BY[n.id] for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in _HIDDEN_BY}
     program.hidden |= {IndexError for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getitem__"}
     run = TestRun(tree, names, candidate, config["tests"])
@@ -266,7 +266,7 @@ def _examine(config: dict[str, Any], program: Program) -> None:
         raise FailedError("the tests never called the program")
 
 
-def _bind(config: dict[str, Any], names: dict[str, Any], program: Program) -> Any:
+def _bind_names(config: dict[str, Any], names: dict[str, Any], program: Program) -> Any:
     """Bind the names that the tests use but do not define (`survey.py`); return the entry point as a callable, or None.
 
     Raises:

@@ -25,14 +25,14 @@ def send(pipe: int, message: bytes) -> None:
 
 def receive(pipe: int) -> bytes | None:
     """Read the next message; None at the end, and for a message that is incomplete or too long."""
-    head = _exactly(pipe, 4)
+    head = _read_exactly(pipe, 4)
     if head is None:
         return None
     (size,) = struct.unpack("<I", head)
-    return None if size > _MAX_FRAME else _exactly(pipe, size)
+    return None if size > _MAX_FRAME else _read_exactly(pipe, size)
 
 
-def _exactly(pipe: int, size: int) -> bytes | None:
+def _read_exactly(pipe: int, size: int) -> bytes | None:
     parts = bytearray()
     while len(parts) < size:
         part = os.read(pipe, min(size - len(parts), 1 << 20))

@@ -19,7 +19,7 @@ from typing import Any
 # metadata are refused because Landlock does not control them. Calls that allocate memory or queues are refused if no
 # limit of the process covers the allocation, or if it outlives the process. For example, contexts of asynchronous I/O
 # come from a machine-wide budget, and setsockopt would let each socket hold as much as the machine's largest buffer.
-_REFUSED = """
+_REFUSED_CALLS = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, unshare 272 97, setns 308 268, pivot_root 155 41,
 chroot 161 51, mount 165 40, umount2 166 39, open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431,
 fsmount 432 432, fspick 433 433, mount_setattr 442 442, statmount 457 457, listmount 458 458, socket 41 198,
@@ -49,7 +49,7 @@ uselib 134 -, ustat 136 -, sysfs 139 -, _sysctl 156 -, lsm_set_self_attr 460 460
 """
 
 # Numbers of the calls that are allowed or refused depending on their arguments.
-_NUMBERS = {
+_CALL_NUMBERS = {
     "x86_64": {
         "clone": 56, "clone3": 435, "openat2": 437, "open": 2, "openat": 257, "kill": 62, "tkill": 200, "tgkill": 234,
         "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "socketpair": 53, "fcntl": 72, "ioctl": 16, "prctl": 157,
@@ -79,7 +79,7 @@ _FCNTL_REFUSED = (8, 10, 15, 1031)
 # TIOCSCTTY, TIOCSPGRP, TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP.
 _IOCTL_REFUSED = (0x540E, 0x5410, 0x5412, 0x541C, 0x8901, 0x8902)
 # PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS, PR_SET_VMA.
-_PRCTL_GIVEN = (2, 3, 15, 16, 23, 39, 0x53564D41)
+_PRCTL_ALLOWED = (2, 3, 15, 16, 23, 39, 0x53564D41)
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 22, 38
 _CAP_DAC_READ_SEARCH = 2
@@ -162,7 +162,7 @@ def enter(config: Mapping[str, Any]) -> int | None:
     scratch = _mount_scratch(config) if config["bounded"] else None
     # Open the paths before the user changes, because they may be below a folder that only root can enter.
     ruleset = _ruleset(config) if config["landlock"] else -1
-    _drop(config["user"], config["keeps_read"])
+    _drop_privileges(config["user"], config["keeps_read"])
     os.chdir(config["scratch"])
     # Landlock and seccomp require this of a process without CAP_SYS_ADMIN.
     _prctl("no_new_privs", _PR_SET_NO_NEW_PRIVS, 1)
@@ -191,7 +191,7 @@ def watch_over_a_child() -> None:
     child = os.fork()
     if child == 0:
         return
-    _drop(None, False)
+    _drop_privileges(None, False)
     os.closerange(0, 1024)
     while True:
         ended, status = os.waitpid(-1, 0)
@@ -247,7 +247,7 @@ def _set_limits(limits: Mapping[str, Any]) -> None:
         resource.setrlimit(limit, (soft, hard))
 
 
-def _drop(user: int | None, keeps_read: bool) -> None:
+def _drop_privileges(user: int | None, keeps_read: bool) -> None:
     """Switch to the user number `user`, which no other process has, and drop all capabilities.
 
     With `keeps_read`, the capability to read all files is kept, for an interpreter in a folder that only root may
@@ -284,13 +284,13 @@ def _ruleset(config: Mapping[str, Any]) -> int:
     # Allow deletion only if the directory's size is bounded: a check of the directory cannot see the space of a deleted
     # file that is still open or mapped.
     write |= _REMOVE_FILE if config["bounded"] else 0
-    _allow(ruleset, config["readable"], read)
-    _allow(ruleset, config["devices"], _READ_FILE | _WRITE_FILE)
-    _allow(ruleset, [config["scratch"]], (read | write) & handled)
+    _add_rules(ruleset, config["readable"], read)
+    _add_rules(ruleset, config["devices"], _READ_FILE | _WRITE_FILE)
+    _add_rules(ruleset, [config["scratch"]], (read | write) & handled)
     return ruleset
 
 
-def _allow(ruleset: int, paths: Sequence[str], rights: int) -> None:
+def _add_rules(ruleset: int, paths: Sequence[str], rights: int) -> None:
     """Add these rights for each path to a Landlock ruleset; paths that cannot be opened are skipped."""
     for path in paths:
         try:
@@ -331,8 +331,8 @@ def seccomp_program(machine: str, own_pid: int, bounded: bool = True) -> list[In
             the checks cannot see, or use it faster than the checks can notice.
     """
     column = 1 if machine == "x86_64" else 2
-    number = _NUMBERS[machine]
-    refused_calls = [int(n) for row in _REFUSED.split(",") if (n := row.split()[column]) != "-"]
+    number = _CALL_NUMBERS[machine]
+    refused_calls = [int(n) for row in _REFUSED_CALLS.split(",") if (n := row.split()[column]) != "-"]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH_AT),
         # Check the architecture first: call numbers differ between architectures, and int 0x80 enters as i386.
@@ -432,7 +432,7 @@ def _argument_rules(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]
         "socketpair": pair,
         "fcntl": _refuse_values(1, *_FCNTL_REFUSED),
         "ioctl": _refuse_values(1, *_IOCTL_REFUSED),
-        "prctl": _allow_values(0, *_PRCTL_GIVEN),
+        "prctl": _allow_values(0, *_PRCTL_ALLOWED),
         # Allow the call only for this process: otherwise limits of the user's other processes could be changed.
         "prlimit64": _allow_values(0, 0, own_pid),
         "sched_setaffinity": _allow_values(0, 0, own_pid),

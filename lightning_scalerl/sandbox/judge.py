@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.sandbox.launch import Capture, Sandboxed, attend
+from lightning_scalerl.sandbox.launch import Capture, Sandboxed, run_until
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.run import run_program
 from lightning_scalerl.sandbox.survey import Sources, UnjudgeableError, survey
@@ -107,7 +107,7 @@ def judge(
             # The children have copies. If the ends stayed open here, no reader would ever see the end of a pipe.
             for end in (*requests, *answers, reports[1]):
                 os.close(end)
-        ending, _ = attend(
+        ending, _ = run_until(
             [program_process, judge_process],
             [report],
             limits.wall_s,
@@ -195,10 +195,10 @@ def judge_stdio(
 def same_output(printed: str, expected: str) -> bool:
     """Return whether two outputs are equal by the rules of `judge_stdio`."""
     actual, gold = printed.split(), expected.split()
-    return len(actual) == len(gold) and all(a == b or _close(a, b) for a, b in zip(actual, gold, strict=True))
+    return len(actual) == len(gold) and all(a == b or _equal_numbers(a, b) for a, b in zip(actual, gold, strict=True))
 
 
-def _close(printed: str, expected: str) -> bool:
+def _equal_numbers(printed: str, expected: str) -> bool:
     """Return whether two tokens are equal as numbers."""
     # Compare as Decimal, because as floats large whole numbers would equal their neighbours.
     have_fraction = [bool(_FRACTION.search(token)) for token in (printed, expected)]

@@ -336,7 +336,7 @@ class Sandboxed:
         return int(match[1]) if match else None
 
 
-def attend(
+def run_until(
     children: Sequence[Sandboxed], captures: Sequence[Capture], wall_s: float, is_done: Callable[[], bool]
 ) -> tuple[Ending, float]:
     """Read from sandboxed processes until `is_done` returns True or a limit is reached.
@@ -610,7 +610,7 @@ def _kill_processes_of(user: int) -> None:
             return
 
 
-def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+def _walk(folder: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     """Yield every entry of a folder and of its subfolders, at any depth and in any order, without following links."""
     # A list of pending folders, not recursion, because a program may nest folders deeper than Python's stack.
     pending = [folder]
@@ -627,7 +627,7 @@ def _exceeds_quota(folder: str, limit: int) -> bool:
     """Return whether a folder has more than `limit` bytes, too many entries, or too deep nesting."""
     total = 0
     try:
-        for count, (entry, entry_stat) in enumerate(_entries(folder), start=1):
+        for count, (entry, entry_stat) in enumerate(_walk(folder), start=1):
             total += entry_stat.st_blocks * 512
             too_deep = len(entry.path) > len(folder) + _MAX_PATH
             if total > limit or count > _MAX_ENTRIES or too_deep:

@@ -119,7 +119,7 @@ def _bounded_first(candidates: list[Walls]) -> list[Walls]:
 def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
     """Return whether a program starts behind these walls and cannot escape them; record failures in `obstacles`."""
     try:
-        reachable = _try_out(walls)
+        reachable = _escapes(walls)
         # Without complete isolation, it is enough that the program starts.
         if not (reachable and walls.isolated):
             return True
@@ -136,7 +136,7 @@ def _works(walls: Walls, obstacles: dict[str, str]) -> bool:
     return False
 
 
-def _try_out(walls: Walls) -> list[str]:
+def _escapes(walls: Walls) -> list[str]:
     """Run a program that tries forbidden actions behind these walls; return the actions that succeeded.
 
     Raises:

@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_scalerl.sandbox.launch import Capture, Ending, Sandboxed, anonymous_file, attend
+from lightning_scalerl.sandbox.launch import Capture, Ending, Sandboxed, anonymous_file, run_until
 from lightning_scalerl.sandbox.limits import Limits
 from lightning_scalerl.sandbox.walls import Protections, Walls
 
@@ -76,7 +76,7 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
             # The child has its own copies. Copies that stay open here would keep the pipes from reaching their end.
             for end in ends:
                 os.close(end)
-        ending, seconds = attend([child], captures, limits.wall_s, lambda: child.returncode is not None)
+        ending, seconds = run_until([child], captures, limits.wall_s, lambda: child.returncode is not None)
         code = child.returncode
         child.end()
         for capture in captures:

@@ -78,11 +78,11 @@ def _answer(request: bytes, names: dict[str, Any], objects: _ObjectTable) -> byt
             values = encode({n: names[n] for n in operands[0] if n in names}, objects.to_handle)
             return encode(["gave", values, None])
         if request_name == "get":
-            return _outcome(lambda: getattr(operands[0], operands[1]), objects, lambda: None)
+            return _call_and_encode(lambda: getattr(operands[0], operands[1]), objects, lambda: None)
         if request_name == "await":
             from asyncio import run  # only for programs with coroutines, which have imported it already
 
-            return _outcome(lambda: run(operands[0]), objects, lambda: None)
+            return _call_and_encode(lambda: run(operands[0]), objects, lambda: None)
         encoded = operands[1]
         args, kwargs = decode(encoded, objects.from_handle)
         # Mutable arguments are encoded again after the call, to see whether the call has changed them.
@@ -91,12 +91,12 @@ def _answer(request: bytes, names: dict[str, Any], objects: _ObjectTable) -> byt
         def changed() -> Any:
             return (args, kwargs) if mutable and encode((args, kwargs), objects.to_handle) != encoded else None
 
-        return _outcome(lambda: operands[0](*args, **kwargs), objects, changed)
+        return _call_and_encode(lambda: operands[0](*args, **kwargs), objects, changed)
     except BaseException as error:
         return encode(["unplain", f"{type(error).__name__}: {error}"[:200]])
 
 
-def _outcome(act: Any, objects: _ObjectTable, changed: Any) -> bytes:
+def _call_and_encode(act: Any, objects: _ObjectTable, changed: Any) -> bytes:
     """Call `act` and return the encoded answer: its value or exception, and the changed arguments from `changed`."""
     try:
         value = act()

@@ -136,7 +136,7 @@ def defined_names(source: str) -> list[str]:
 def used_names(source: str) -> set[str]:
     """Return the names that a module uses but does not define; empty if the module does not parse."""
     try:
-        return _free(source)
+        return _undefined_names(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
 
@@ -147,7 +147,7 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
         yield from _scopes(child)
 
 
-def _free(source: str) -> set[str]:
+def _undefined_names(source: str) -> set[str]:
     """Return the global names that a module uses but does not define."""
     top = symtable.symtable(source, "tests.py", "exec")
     names_read: set[str] = set()
@@ -191,7 +191,7 @@ def _sources(
     bound = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
     starred, any_unknown = _starred(tree, prelude_tree)
     from_prelude = _defined_at_top(prelude) | starred
-    free = {n for n in _free(tests) if n not in from_prelude and not hasattr(builtins, n)} - bound
+    free = {n for n in _undefined_names(tests) if n not in from_prelude and not hasattr(builtins, n)} - bound
     from_program = free & set(names)
     free -= from_program
     # A name refers to a module only if it is always dotted, as in `string.digits`; `string` alone may be the program's.
@@ -282,7 +282,7 @@ class _Coverage:
         self._refuse_what_cannot_run()
         self._find_running()
         for body in self._bodies:
-            if id(body) not in self._run and self._decides(body):
+            if id(body) not in self._run and self._can_fail(body):
                 raise UnjudgeableError(f"{_label(body)} in line {body.lineno} is never called")
         self._refuse_what_cannot_fail()
 
@@ -301,13 +301,13 @@ class _Coverage:
 
     def _find_running(self) -> None:
         """Find the functions that run, starting from the top level, until no more are found."""
-        self._mention(self._tree)
+        self._record_names(self._tree)
         while newly_run := [b for b in self._bodies if id(b) not in self._run and self._runs(b)]:
             for body in newly_run:
                 self._run.add(id(body))
-                self._mention(body)
+                self._record_names(body)
 
-    def _mention(self, body: ast.AST) -> None:
+    def _record_names(self, body: ast.AST) -> None:
         """Record the names that a body refers to.
 
         A name does not count if only an attribute such as `__name__` is read from it, if it is a statement by itself,
@@ -333,14 +333,14 @@ class _Coverage:
             if isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
                 targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
                 assigned_names = {t.id for t in targets if isinstance(t, ast.Name)}
-                roots = {n for n in assigned_names if isinstance(body, ast.Lambda) and self._is_root(n, body)}
+                roots = {n for n in assigned_names if isinstance(body, ast.Lambda) and self._is_run_by_name(n, body)}
                 return bool(assigned_names & self._mentioned or roots) if assigned_names else True
             return not isinstance(parent, ast.Expr)
         if isinstance(parent, ast.ClassDef):
             return self._method_runs(parent, body)
-        return body.name in self._mentioned or (self._at_top(body) and self._is_root(body.name, body))
+        return body.name in self._mentioned or (self._at_top(body) and self._is_run_by_name(body.name, body))
 
-    def _is_root(self, name: str, body: _Function | ast.Lambda) -> bool:
+    def _is_run_by_name(self, name: str, body: _Function | ast.Lambda) -> bool:
         """Return whether `conduct.py` runs a top-level function with this name."""
         if name == "check":
             return self._entry_point is not None and len(_required(body)) == 1
@@ -403,7 +403,7 @@ class _Coverage:
         parent = self._parent[id(owner)]
         return self._is_pytest_class(parent) if isinstance(parent, ast.ClassDef) else self._at_top(owner)
 
-    def _decides(self, body: ast.AST) -> bool:
+    def _can_fail(self, body: ast.AST) -> bool:
         """Return whether this function can fail a program: it asserts, or calls an assertion or the tested function."""
         if _is_test(getattr(body, "name", "")):
             return True
@@ -418,7 +418,7 @@ class _Coverage:
         return False
 
     def _refuse_what_cannot_fail(self) -> None:
-        deciding = {b.name for b in self._bodies if isinstance(b, _Function) and self._decides(b)}
+        deciding = {b.name for b in self._bodies if isinstance(b, _Function) and self._can_fail(b)}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Assert) and isinstance(node.test, ast.Tuple) and node.test.elts:
                 raise UnjudgeableError(f"line {node.lineno} asserts a tuple, which is always true")

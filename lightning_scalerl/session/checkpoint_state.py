@@ -28,8 +28,8 @@ from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import AXES, axis_class
-from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, outline
-from lightning_scalerl.measure.semantics import own_label, resolved_choices
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, check_weights, load_outline
+from lightning_scalerl.measure.semantics import default_label, resolved_choices
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.models import Models, adapt_policy
 from lightning_scalerl.session.placement import shard_models
@@ -40,7 +40,7 @@ from lightning_scalerl.state import TorchRandomState
 # Settings that decide what a run learns, by group; None for all settings of the group. They must be the same when a run
 # continues from a checkpoint. The user's code (rewards, environments) is not among them, so that a run can continue
 # after an error in that code was corrected.
-_LEARNT_FROM: Mapping[str, tuple[str, ...] | None] = {
+_LEARNING_SETTINGS: Mapping[str, tuple[str, ...] | None] = {
     "choices": None,
     "optimizer": None,
     "reward": None,
@@ -48,7 +48,7 @@ _LEARNT_FROM: Mapping[str, tuple[str, ...] | None] = {
     "batch": ("prompts", "completions"),
 }
 # A teacher's path may change: its weights are compared instead (`Models.restore_reference`).
-_BY_CONTENT = {"reference"}
+_COMPARED_BY_CONTENT = {"reference"}
 
 
 def save_state(
@@ -96,7 +96,9 @@ def load_state(
         TorchRandomState().load_state_dict(states[models.ranks.number - 1])
 
 
-def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module, ckpt_path: Any, in_fit: bool) -> None:
+def prepare_weights(
+    checkpoint: dict[str, Any], models: Models, root: nn.Module, ckpt_path: Any, resumes_run: bool
+) -> None:
     """Make a checkpoint's weights and the models match, so that Lightning can load the weights.
 
     Args:
@@ -109,7 +111,7 @@ def prepare_weights(checkpoint: dict[str, Any], models: Models, root: nn.Module,
     Raises:
         ConfigurationError: the file is incomplete, or the weights belong to another model.
     """
-    if not in_fit and models.policy.adapter is None:
+    if not resumes_run and models.policy.adapter is None:
         saved = checkpoint.get("hyper_parameters", {}).get("choices", {}).get("adapter", {})
         if saved.get("choice") == LoRA.__name__:
             arguments = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
@@ -138,7 +140,7 @@ def identity_of(trainer: Any, run: Run, run_settings: Mapping[str, Any] | None =
     logs = [callback for callback in trainer.callbacks if isinstance(callback, RunLog)]
     logged = logs[0].identity if logs else {}
     choices = {axis: str(choice.semantics()["choice"]) for axis, choice in run.choices.items()}
-    names = {"run": logged.get("run"), "title": str(logged.get("recipe", own_label(run)))}
+    names = {"run": logged.get("run"), "title": str(logged.get("recipe", default_label(run)))}
     if "branch" in logged:
         names["branch"] = logged["branch"]
     return {
@@ -157,7 +159,7 @@ def _settings(run: Run, run_settings: Mapping[str, Any] | None) -> dict[str, Any
     resolved = resolved_choices(run.recipe, run.choices)
     settings = {
         f"{group}.{name}".removeprefix("choices."): value
-        for group, names in _LEARNT_FROM.items()
+        for group, names in _LEARNING_SETTINGS.items()
         for name, value in resolved.get(group, {}).items()
         if names is None or name in names
     }
@@ -247,7 +249,7 @@ def _check_settings(settings: Mapping[str, Any], saved: Mapping[str, Any], ckpt_
 def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
     """Yield a text for each difference between two values of a setting; names that only one mapping has are skipped."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for name in sorted(saved.keys() & now.keys() - _BY_CONTENT):
+        for name in sorted(saved.keys() & now.keys() - _COMPARED_BY_CONTENT):
             yield from _differences(f"{key}.{name}", saved[name], now[name])
     # Compare as JSON, in which a tuple equals a list: a checkpoint may contain a list in place of a tuple.
     elif json.dumps(saved, default=str) != json.dumps(now, default=str):
@@ -279,10 +281,10 @@ def from_folder(
         ConfigurationError: a file of the folder is missing, the weights belong to another model, or an argument of the
             class is missing.
     """
-    from lightning_scalerl.distributed.shard_files import fill
+    from lightning_scalerl.distributed.shard_files import read_into
 
     check_whole(folder)
-    checkpoint = outline(folder, weights_only)
+    checkpoint = load_outline(folder, weights_only)
     hyper_parameters = checkpoint.get("hyper_parameters", {})
     parameters = inspect.signature(module_class.__init__).parameters
     module = module_class(
@@ -294,7 +296,7 @@ def from_folder(
         check_weights(folder, checkpoint, own_state)
     saved_weights = checkpoint["state_dict"]
     module.load_state_dict({name: value for name, value in saved_weights.items() if not value.is_meta}, strict=False)
-    fill(
+    read_into(
         folder,
         checkpoint,
         {

@@ -152,7 +152,7 @@ class DataPath:
         self.state.load_state_dict(state, skipped=() if has_weights else ("generator",))
         self._state_without_weights = None if has_weights else generator
 
-    def publish_again(self) -> None:
+    def restore_generator_weights(self) -> None:
         """Restore a generator whose weights were not saved, with the trainer's weights after the last step.
 
         Call this once the trainer's weights are loaded.

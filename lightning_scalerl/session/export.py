@@ -22,7 +22,7 @@ from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, Rollout, Source
 from lightning_scalerl.session.models import Models
-from lightning_scalerl.stream.credit import lay_out
+from lightning_scalerl.stream.credit import to_tensors
 from lightning_scalerl.update.trained import TrainedPolicy
 
 # Largest allowed log-probability difference between the trained policy and the model with a merged adapter, in FP32.
@@ -53,7 +53,7 @@ def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Pa
             if dtype_name != "float32":
                 card["frozen linear layers"] = f"rounded to {dtype_name} in training; round those of the base model too"
             return str(save_adapter(config, trained.adapter_weights(), directory, dtype, card, saved))
-        tokenizer = rendering.to_save()
+        tokenizer = rendering.tokenizer_to_save()
         if is_sharded(policy) and policy.adapter is None:
             return str(save_in_parts(blank_copy(policy.model), trained.weight, tokenizer, directory, dtype, card))
         model = trained.whole_model()
@@ -65,7 +65,7 @@ def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Pa
     return Path(directory)
 
 
-def card_of(recipe: Recipe, choices: Choices, steps: int, trained_from: str | None) -> dict[str, Any]:
+def model_card_entries(recipe: Recipe, choices: Choices, steps: int, trained_from: str | None) -> dict[str, Any]:
     """Return the entries of a model card that say how the policy was trained."""
     choice_names = {axis: type(choice).__name__ for axis, choice in choices.items()}
     return {
@@ -100,7 +100,7 @@ def check_merged(trained: TrainedPolicy, model: nn.Module) -> None:
         Group(number, Prompt("export", "", ""), row[:NUM_TOKENS], [rollout])
         for number, (row, rollout) in enumerate(zip(token_rows, rollouts, strict=True))
     ]
-    batch = lay_out([(group, group.rollouts[0], [0.0], 0, number) for number, group in enumerate(groups)])
+    batch = to_tensors([(group, group.rollouts[0], [0.0], 0, number) for number, group in enumerate(groups)])
     fp32 = Precision("fp32")
     plain = Policy(model, fp32, trained.policy.temperature)
     with torch.no_grad(), eval_mode(plain):

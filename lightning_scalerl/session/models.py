@@ -23,11 +23,19 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.composition import load_recipe
 from lightning_scalerl.distributed.ranks import Ranks
-from lightning_scalerl.distributed.sharded import gathered, is_sharded
+from lightning_scalerl.distributed.sharded import gather_state, is_sharded
 from lightning_scalerl.measure.flops import FlopModel
-from lightning_scalerl.measure.memory import from_config
-from lightning_scalerl.model.adapter import adapt, described, has_adapter, keep_in, merge, plain_copy, unwrapped
-from lightning_scalerl.model.files import WeightFiles, is_blank
+from lightning_scalerl.measure.memory import model_builder
+from lightning_scalerl.model.adapter import (
+    adapt,
+    adapter_description,
+    has_adapter,
+    merge,
+    merged_copy,
+    store_linear_layers_in,
+    without_peft_wrapper,
+)
+from lightning_scalerl.model.files import WeightFiles, has_no_data
 from lightning_scalerl.model.head import computes_in_16_bit_only
 from lightning_scalerl.model.load import (
     check_attention,
@@ -43,7 +51,7 @@ from lightning_scalerl.model.tensor_parallel import check_tensor_parallel
 from lightning_scalerl.model.value import ValueModel
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.session.streamed import empty_or_loaded_model
-from lightning_scalerl.session.trials import try_out
+from lightning_scalerl.session.trials import check_model
 from lightning_scalerl.task.arithmetic_base import is_arithmetic_base
 from lightning_scalerl.update.adamw_bf16 import round_weights
 from lightning_scalerl.update.trained import TrainedPolicy
@@ -121,7 +129,7 @@ class Models:
             self._stores_bf16 = True
             if self.files is not None:
                 self.files = replace(self.files, in_bf16=True)
-        if not is_blank(self.policy):
+        if not has_no_data(self.policy):
             round_weights(self.policy)
 
     def encode(self, text: str) -> list[int]:
@@ -159,7 +167,7 @@ class Models:
         if choices.critic.has_values and self.critic is None:
             model = self.policy.model if self.policy.adapter is None else plain_model(self.policy)
             critic = ValueModel(model, choices.precision)
-            self.critic = critic if is_blank(critic) else critic.to(self.creation_device)
+            self.critic = critic if has_no_data(critic) else critic.to(self.creation_device)
         kl = choices.kl
         if kl.reads_vocabulary and self.ranks.sharded:
             raise ConfigurationError(
@@ -178,7 +186,7 @@ class Models:
     def _load_teacher(self, kl: KL, capacity: int) -> None:
         """Make the reference from the model that `kl.reference` names, or connect to the server at that address."""
         location = str(kl.served if kl.is_served else kl.reference)
-        with naming("kl.served" if kl.is_served else "kl.reference"):
+        with naming_setting("kl.served" if kl.is_served else "kl.reference"):
             check_same_tokens(self.tokenizer, load_tokenizer(location), location)
             if kl.is_served:
                 if self.policy.temperature != 1:
@@ -187,7 +195,7 @@ class Models:
                         f"{self.policy.temperature:g}; give the model's folder as kl.reference"
                     )
                 with torch.device("meta"):
-                    model = from_config(location)()
+                    model = model_builder(location)()
                 from lightning_scalerl.generator.vllm.teacher import VLLMTeacher  # a slow import, rarely needed
 
                 self.reference = VLLMTeacher(str(kl.reference), capacity, kl.timeout_s)
@@ -198,9 +206,9 @@ class Models:
                 self._freeze(model)
                 assert isinstance(self.reference, Policy)
                 if not computes_in_16_bit_only(model):
-                    try_out(self.reference, self.packed)
-                if self.ranks.partners > 1:
-                    check_tensor_parallel(model, self.ranks.partners)
+                    check_model(self.reference, self.packed)
+                if self.ranks.tensor_parallel_size > 1:
+                    check_tensor_parallel(model, self.ranks.tensor_parallel_size)
             self.teacher_flops = FlopModel.of(model)
         self.teacher = {
             "model": location,
@@ -236,7 +244,7 @@ class Models:
         if self.path is not None and not self.teacher:
             model = self.load()
             if self.policy.adapter is not None:  # round the model as the run's reference was rounded
-                keep_in(model, self.policy.precision.policy_dtype)
+                store_linear_layers_in(model, self.policy.precision.policy_dtype)
                 model.float()
             self._freeze(model)
             if saved_fingerprint in (None, self.reference_fingerprint()):
@@ -250,7 +258,7 @@ class Models:
     def reference_fingerprint(self) -> str | None:
         """Return the reference's fingerprint; computed once, for the first checkpoint, because it reads all weights."""
         if isinstance(self.reference, Policy) and self._fingerprint is None:
-            read = self.files.read if self.files is not None and is_blank(self.reference) else None
+            read = self.files.read if self.files is not None and has_no_data(self.reference) else None
             self._fingerprint = fingerprint(self.reference.model, read)
         return None if self.reference is None else self._fingerprint
 
@@ -259,11 +267,11 @@ class Models:
         self._fingerprint = None
         reference = Policy(model, self.policy.precision, self.policy.temperature).requires_grad_(False).eval()
         reference.packs = self.policy.packs
-        self.reference = reference if is_blank(reference) else reference.to(self.creation_device)
+        self.reference = reference if has_no_data(reference) else reference.to(self.creation_device)
 
 
 @contextmanager
-def naming(setting: str) -> Iterator[None]:
+def naming_setting(setting: str) -> Iterator[None]:
     """Name `setting` instead of `model.path` in errors about a model that are raised in the `with` block."""
     try:
         yield
@@ -274,13 +282,13 @@ def naming(setting: str) -> Iterator[None]:
         raise ConfigurationError(f"{setting}{separator}{message.replace('model.path', setting)}") from error
 
 
-def check_same_tokens(ours: Any, theirs: Any, location: str) -> None:
+def check_same_tokens(policy_tokenizer: Any, teacher_tokenizer: Any, location: str) -> None:
     """Check that a teacher's tokenizer gives every token the same id as the policy's.
 
     Raises:
         ConfigurationError: an id differs; the message names the first such token.
     """
-    own_vocabulary, other_vocabulary = ours.get_vocab(), theirs.get_vocab()
+    own_vocabulary, other_vocabulary = policy_tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
     differing = sorted(
         token
         for token in own_vocabulary.keys() | other_vocabulary.keys()
@@ -350,15 +358,15 @@ def make(
     if isinstance(model, str) and streamed:
         model, files = empty_or_loaded_model(model, built.choices.adapter)
     else:
-        model = load_model(model) if isinstance(model, str) else unwrapped(model)
+        model = load_model(model) if isinstance(model, str) else without_peft_wrapper(model)
     check_weights(model)
     check_attention(model)
     policy = Policy(model, built.choices.precision, built.context.temperature)
     # A model whose weights are not read yet, or that needs a GPU, is checked later.
     if not isinstance(files, WeightFiles) and not computes_in_16_bit_only(model):
-        try_out(policy, built.batch.packed)
+        check_model(policy, built.batch.packed)
     if has_adapter(model):
-        policy.adapter = arguments["model_adapter"] = described(model)
+        policy.adapter = arguments["model_adapter"] = adapter_description(model)
     if built.choices.adapter.adapts:
         adapt_policy(policy, built.choices.adapter)
     if not any(parameter.requires_grad for parameter in policy.parameters()):
@@ -402,4 +410,6 @@ def plain_model(policy: Policy) -> nn.Module:
     if policy.adapter is None:
         return copy.deepcopy(policy.model)
     state = policy.model.state_dict()
-    return plain_copy(policy.model, merge(gathered(state, keep=True) if is_sharded(policy) else state, policy.model))
+    return merged_copy(
+        policy.model, merge(gather_state(state, keep=True) if is_sharded(policy) else state, policy.model)
+    )

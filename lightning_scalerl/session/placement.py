@@ -10,8 +10,8 @@ from torch import nn
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.distributed.sharded import NAME, ShardedStrategy, is_sharded, partners_of, shard
-from lightning_scalerl.model.adapter import keep_in
-from lightning_scalerl.model.files import is_blank
+from lightning_scalerl.model.adapter import store_linear_layers_in
+from lightning_scalerl.model.files import has_no_data
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.recompute import can_recompute, on_host, recompute
 from lightning_scalerl.model.tensor_parallel import check_tensor_parallel, parallelize
@@ -19,7 +19,7 @@ from lightning_scalerl.optim import AdamW
 from lightning_scalerl.recipe import BatchSettings
 from lightning_scalerl.session.models import Models, adapt_policy
 from lightning_scalerl.session.streamed import names_in_files, read_parts, within
-from lightning_scalerl.session.trials import try_out
+from lightning_scalerl.session.trials import check_model
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def read_whole_model(models: Models, strategy: Strategy, choices: Choices) -> None:
     """Load the whole model on each rank if `streamed` was requested but this Trainer cannot stream it."""
     policy = models.policy
-    if not is_blank(policy):
+    if not has_no_data(policy):
         return
     if not isinstance(strategy, ShardedStrategy):
         models.why_not_streamed = 'only Trainer(strategy="fsdp2") shards it'
@@ -36,7 +36,7 @@ def read_whole_model(models: Models, strategy: Strategy, choices: Choices) -> No
     else:
         return
     policy.model = models.load()
-    try_out(policy, models.packed)
+    check_model(policy, models.packed)
     policy.model.train(policy.training)
 
 
@@ -46,7 +46,7 @@ def prepare_adapter(policy: Policy, choices: Choices, fits: bool) -> None:
     if fits or choices.adapter.adapts:
         adapt_policy(policy, choices.adapter)
     if policy.adapter is not None and not is_sharded(policy):
-        keep_in(policy.model, choices.precision.policy_dtype)
+        store_linear_layers_in(policy.model, choices.precision.policy_dtype)
 
 
 def recompute_activations(models: Models, batch: BatchSettings) -> None:
@@ -124,10 +124,10 @@ def place_policy(models: Models) -> None:
             "strategy: an earlier fit has sharded this module's model over the ranks of its Trainer; go on under "
             f'strategy="{NAME}", or from a checkpoint with another module'
         )
-    if not is_sharded(policy) and not is_blank(policy):
+    if not is_sharded(policy) and not has_no_data(policy):
         policy.to(models.creation_device)
         if not policy.tried and not sharded:
-            try_out(policy, models.packed)
+            check_model(policy, models.packed)
 
 
 def shard_models(models: Models) -> None:
@@ -141,7 +141,7 @@ def shard_models(models: Models) -> None:
     for root in (policy, models.critic, models.reference):
         if not isinstance(root, nn.Module) or is_sharded(root):
             continue
-        names = names_in_files(root, blank, files) if is_blank(root) and files is not None else None
+        names = names_in_files(root, blank, files) if has_no_data(root) and files is not None else None
         if ranks.partners > 1:
             parallelize(root, mesh["tensor_parallel"])
         shard(root, mesh["data_parallel"])
@@ -149,6 +149,6 @@ def shard_models(models: Models) -> None:
             read_parts(root, names, files, models.device)
         if root is policy and not policy.tried:
             root.to(models.device)
-            within(root, lambda: try_out(policy, models.packed))
+            within(root, lambda: check_model(policy, models.packed))
         if isinstance(root, Policy):
             root.agree = ranks.all_would

@@ -19,7 +19,7 @@ from lightning_scalerl.generator.base import EndOfThinking, Generator, SamplingS
 from lightning_scalerl.generator.fleet.fleet import Fleet
 from lightning_scalerl.model.chat import Rendering, StopTexts
 from lightning_scalerl.recipe import Recipe
-from lightning_scalerl.rollouts.grade import Sample, ready
+from lightning_scalerl.rollouts.grade import Sample, check_services
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Rollout
 from lightning_scalerl.session.models import Models
@@ -101,14 +101,14 @@ class Sampling:
         shown = self.rendering.text(prompts[0])
         return [
             *(prompt_set.describes(name) for name, prompt_set in self.sets.items()),
-            f"prompts: {self.rendering.describes}; the first prompt as the model reads it:",
+            f"prompts: {self.rendering.description}; the first prompt as the model reads it:",
             *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
             *self.rendering.notes(prompts),
             *self.stage.task.notes(),
         ]
 
     @contextmanager
-    def generating(self) -> Iterator[Generator]:
+    def lend_generator(self) -> Iterator[Generator]:
         """Lend a generator: in a fit the driver's, with its running rollouts paused; otherwise a new one."""
         if self.driver is not None:
             with self.driver.quiet(), self.driver.generator.aside():
@@ -121,7 +121,7 @@ class Sampling:
             generator.close()
 
     @contextmanager
-    def verifying(self) -> Iterator[Verifiers]:
+    def lend_verifiers(self) -> Iterator[Verifiers]:
         """Lend verifiers: in a fit the driver's, otherwise new ones."""
         if self.driver is not None:
             yield self.driver.verifiers
@@ -142,7 +142,7 @@ class Sampling:
         if self.dialogue is not None and self.dialogue.settings.gives_reward:
             # The environment gives the rewards, so the task's grader is never called and need not be tested.
             return SettledFirst(self.stage.recipe.verify.verifiers(grader, task.trusted)), ""
-        services = ready(grader)
+        services = check_services(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)
         if self.dialogue is not None:
             verifiers = SettledFirst(verifiers)

@@ -53,7 +53,7 @@ from sweeps.run.spec import OPERATIONAL_KEYS, digest
 _log = logging.getLogger(__name__)
 
 
-def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Sequence[Callback]:
+def supplied_choices(trainer: Any, recipe: Recipe, last_fit_choices: Choices | None) -> Sequence[Callback]:
     """Check and prepare the Trainer; return the recipe's choices for axes that no callback covers.
 
     Repeated calls return the same objects.
@@ -79,7 +79,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, fitted: Choices | None) -> Se
         if not trainer.fast_dev_run:  # `max_steps` is then not the run's length
             recipe.set_length(trainer.max_steps)
     # Trainer.validate after a fit uses that fit's choices, regardless of this Trainer's callbacks.
-    base = recipe.choices if fitted is None or trainer.state.fn == "fit" else fitted
+    base = recipe.choices if last_fit_choices is None or trainer.state.fn == "fit" else last_fit_choices
     recipe_objects = {*map(id, recipe.choices), *map(id, base)}
     covered = by_axis(choice for choice in _choices_among(trainer) if id(choice) not in recipe_objects)
     return [choice for axis, choice in base.items() if axis not in covered]

@@ -14,7 +14,7 @@ from lightning_scalerl.measure.step_metrics import Pass, step_metrics
 from lightning_scalerl.rollouts.rollout import TrainBatch, whole
 from lightning_scalerl.session.data_path import DataPath
 from lightning_scalerl.session.updates import Updates
-from lightning_scalerl.update.health import at_the_limit
+from lightning_scalerl.update.health import truncated_at_context_limit
 
 
 def generator_gaps(path: DataPath, batch: TrainBatch, first_pass: Pass) -> Tensor:
@@ -58,6 +58,6 @@ def metrics_of(path: DataPath, updates: Updates, batch: TrainBatch, passes: Sequ
         **path.stream.watch.metrics(),
         **updates.skipped.metrics(),
         **({"train/loss_scale": updates.loss_scale.factor} if updates.loss_scale.acts else {}),
-        **path.alarm.observe(at_the_limit(metrics), steps),
+        **path.alarm.observe(truncated_at_context_limit(metrics), steps),
         **path.mechanism.metrics(),
     }

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_scalerl.axes.adapter import Adapter
-from lightning_scalerl.distributed.sharded import own_part
+from lightning_scalerl.distributed.sharded import local_shard
 from lightning_scalerl.model.files import WeightFiles, load_blank
 from lightning_scalerl.model.head import backbone
 from lightning_scalerl.model.load import load_model
@@ -74,7 +74,7 @@ def read_parts(root: nn.Module, names: Mapping[str, str | None], files: WeightFi
         part._buffers[name] = table.to(device)
     state: dict[str, Any] = root.state_dict()
     for name, value in state.items():
-        part_of_rank, place = own_part(value)
+        part_of_rank, place = local_shard(value)
         name_in_file = names[name]
         if name_in_file is None:
             part_of_rank.zero_()

@@ -17,7 +17,7 @@ from lightning_scalerl.model.policy import Policy
 _log = logging.getLogger(__name__)
 
 
-def try_out(policy: Policy, packed: bool) -> None:
+def check_model(policy: Policy, packed: bool) -> None:
     """Check a policy's model by small forward passes in FP32, once it has weights and before an adapter is added.
 
     For a sharded model all ranks call it, within a forward pass. If the model's attention has no FP32 kernel, the model

@@ -358,13 +358,13 @@ class Conversations:
         rollout_keys = list(rollout_keys)
         with self._idle():
             for rollout_key in rollout_keys:
-                self._settle(rollout_key)
+                self._wait_for_answers(rollout_key)
             replies = self._take_replies(rollout_keys)
             # Wait for the environments of rollouts without room for the observation: they have now been asked for a
             # last reward.
             for rollout_key in rollout_keys:
                 if rollout_key not in replies:
-                    self._settle(rollout_key)
+                    self._wait_for_answers(rollout_key)
         return {
             **replies,
             **self._take_replies([rollout_key for rollout_key in rollout_keys if rollout_key not in replies]),
@@ -393,7 +393,7 @@ class Conversations:
         for rollout_key, reply in self.replies((rollout.key, rollout.index) for rollout in waiting).items():
             reply.apply(generator, rollout_key)
 
-    def conclude(self, finished: FinishedRollout) -> None:
+    def store_record(self, finished: FinishedRollout) -> None:
         """Store the record of a finished rollout's conversation in the rollout, and forget the conversation here."""
         rollout_key = finished.key, finished.index
         conversation = self._conversations.pop(rollout_key)
@@ -427,7 +427,7 @@ class Conversations:
     def _ask(self, rollout_key: RolloutKey) -> None:
         """Send the next request of a conversation; without a free process, put the conversation into the backlog."""
         conversation = self._conversations[rollout_key]
-        if conversation.number is None and not self._room():
+        if conversation.number is None and not self._free_process():
             self._backlog.append(rollout_key)
             return
         if conversation.number is None:
@@ -443,7 +443,7 @@ class Conversations:
             self._pool.finish(conversation.number)
             conversation.request = "finish"
 
-    def _room(self) -> bool:
+    def _free_process(self) -> bool:
         """Return whether a process is free for another conversation.
 
         If none is free, take the process of a replayable conversation that has no pending request.
@@ -470,12 +470,12 @@ class Conversations:
             if len(self._backlog) == before:
                 return
 
-    def _settle(self, rollout_key: RolloutKey) -> None:
+    def _wait_for_answers(self, rollout_key: RolloutKey) -> None:
         """Wait until the environment has answered all requests of the current turn."""
         conversation = self._conversations[rollout_key]
         while True:
             if rollout_key in self._backlog:
-                if self._room():
+                if self._free_process():
                     self._backlog.remove(rollout_key)
                     self._ask(rollout_key)
                     continue

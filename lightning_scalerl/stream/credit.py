@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_scalerl.axes.credit import turn_of_tokens
 from lightning_scalerl.axes.filter import has_variance
 from lightning_scalerl.axes.normalization import Moments
-from lightning_scalerl.axes.results import shaped, shaped_alike, true_or_false
+from lightning_scalerl.axes.results import check_bool, check_shape, check_shapes
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Denominators, Group, Rollout, Source, TrainBatch
 
@@ -35,7 +35,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         A batch of the rollouts that carry credit; its attribute `groups` has all sampled groups.
     """
     # Use indices, not groups, because `first_row` below counts all sampled rollouts, including those of dropped groups.
-    kept_indices = [group_index for group_index, group in enumerate(groups) if enters(group, choices)]
+    kept_indices = [group_index for group_index, group in enumerate(groups) if carries_credit(group, choices)]
     comparisons = [
         (group_index, one) for group_index in kept_indices for one in choices.credit.comparisons(groups[group_index])
     ]
@@ -45,11 +45,11 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         advantages = [torch.zeros_like(part) for part in values]
     else:
         scaled = choices.normalization.scale([_estimate(part, choices) for part in values], values)
-        advantages = shaped_alike(choices.normalization, "scale", scaled, values)
+        advantages = check_shapes(choices.normalization, "scale", scaled, values)
         # Axes defined by the user adjust the result last.
         for axis in choices.user_axes.values():
             adjusted = axis.adjust_advantages(advantages, [groups[group_index] for group_index, _ in comparisons])
-            advantages = shaped_alike(axis, "adjust_advantages", adjusted, values)
+            advantages = check_shapes(axis, "adjust_advantages", adjusted, values)
     # Advantages by group and rollout: one value, or one value per turn in the order of turns.
     advantages_of: dict[int, list[list[float]]] = {
         group_index: [[] for _ in groups[group_index].rollouts] for group_index in kept_indices
@@ -65,7 +65,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
         credited = [
             index
             for index, rollout in enumerate(group.rollouts)
-            if true_or_false(choices.truncated, "credits", choices.truncated.credits(rollout))
+            if check_bool(choices.truncated, "credits", choices.truncated.credits(rollout))
         ]
         # Inserted tokens were not sampled, so they do not count in any denominator.
         group_tokens = sum(group.rollouts[index].sources.count(Source.SAMPLED) for index in credited)
@@ -81,7 +81,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
                     first_row[group_index] + index,
                 )
             )
-    batch = lay_out(rows)
+    batch = to_tensors(rows)
     batch.groups = groups
     batch.denominators = Denominators(
         prompts=float(prompts),
@@ -95,7 +95,7 @@ def assemble(groups: list[Group], choices: Choices, max_new_tokens: int) -> Trai
 
 def _estimate(values: Tensor, choices: Choices) -> Tensor:
     """Return the advantages (G,) of the values (G,) that are compared."""
-    return shaped(choices.advantage, "estimate", choices.advantage.estimate(values), values.shape)
+    return check_shape(choices.advantage, "estimate", choices.advantage.estimate(values), values.shape)
 
 
 def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
@@ -107,7 +107,7 @@ def _by_token(rollout: Rollout, advantages: list[float]) -> list[float]:
     )
 
 
-def enters(group: Group, choices: Choices) -> bool:
+def carries_credit(group: Group, choices: Choices) -> bool:
     """Return whether a group carries credit: enough of its rollouts have a score, and the filter keeps it.
 
     A filter by variance also keeps a group with equal rewards if the values that axis `credit` compares differ. With
@@ -115,14 +115,14 @@ def enters(group: Group, choices: Choices) -> bool:
     """
     if not group.comparable:
         return False
-    if true_or_false(choices.filter, "keep", choices.filter.keep(group)):
+    if check_bool(choices.filter, "keep", choices.filter.keep(group)):
         return True
     return choices.filter.by_variance and any(
         has_variance(comparison.values) for comparison in choices.credit.comparisons(group)
     )
 
 
-def remember(groups: list[Group], choices: Choices) -> None:
+def update_moments(groups: list[Group], choices: Choices) -> None:
     """Update the running moments of the normalization, if it has any, with the moments of this batch.
 
     Call it once per batch, before `assemble`, which is pure and cannot update them.
@@ -132,7 +132,9 @@ def remember(groups: list[Group], choices: Choices) -> None:
 
     # The moments are passed as a function, because a normalization without running moments never needs them.
     def moments() -> Moments:
-        comparisons = [part for group in groups if enters(group, choices) for part in choices.credit.comparisons(group)]
+        comparisons = [
+            part for group in groups if carries_credit(group, choices) for part in choices.credit.comparisons(group)
+        ]
         estimates = [_estimate(part.values, choices) for part in comparisons]
         return Moments.of(torch.cat(estimates)) if estimates else Moments()
 
@@ -148,7 +150,7 @@ def _offsets(groups: list[Group]) -> list[int]:
     return offsets
 
 
-def lay_out(rows: list[tuple[Group, Any, list[float], int, int]]) -> TrainBatch:
+def to_tensors(rows: list[tuple[Group, Any, list[float], int, int]]) -> TrainBatch:
     """Return rollouts as tensors, padded on the right. The caller fills in `groups` and `denominators`.
 
     Args:

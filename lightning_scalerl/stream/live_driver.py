@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-from lightning_scalerl.axes.results import true_or_false
+from lightning_scalerl.axes.results import check_bool
 from lightning_scalerl.generator.base import StepReport, Weights
 from lightning_scalerl.generator.fleet.fleet import Fleet, Work
 from lightning_scalerl.rollouts.grade import Sample
@@ -120,7 +120,7 @@ class LiveDriver:
 
     def _publish(self) -> None:
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
-        if true_or_false(mode, "publishes", mode.publishes(version)):
+        if check_bool(mode, "publishes", mode.publishes(version)):
             self.generator.publish(self.weights(), version, mode.recompute_kv)
 
     def _run(self) -> None:
@@ -204,7 +204,7 @@ class LiveDriver:
         return self.stream.completed_steps % self._probe_every == 0
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def probing(self) -> Iterator[None]:
         """Count the trainer as idle in the `with` block, while the generators are probed."""
         with self._lock:
             self._count(trained=self.stream.training)

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_scalerl.axes.curriculum import Curriculum, NoCurriculum
 from lightning_scalerl.axes.resampling import Resampling
-from lightning_scalerl.axes.results import true_or_false
+from lightning_scalerl.axes.results import check_bool
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.rollouts.prompt import Prompt
 
@@ -105,7 +105,7 @@ class PromptSource:
             )
             allowed = max(allowed, easiest + 1)
         while True:
-            if (position := self._first(allowed)) is not None:
+            if (position := self._draw_position(allowed)) is not None:
                 return self._pool[self._order[position]]
             # This epoch has no prompt left: start the next one.
             self._epoch += 1
@@ -113,7 +113,7 @@ class PromptSource:
             self._taken = set()
             self._order = self._shuffled(self._epoch)
 
-    def _first(self, allowed: int) -> int | None:
+    def _draw_position(self, allowed: int) -> int | None:
         """Draw the first position of this epoch that has an available prompt, and return it; None if there is none."""
         position = self._position
         while position < len(self._order):
@@ -147,7 +147,7 @@ class PromptSource:
         original = self._original(prompt_id)
         history = self._history.setdefault(original, [])
         history.append(pass_rate)
-        if true_or_false(self._resampling, "retires", self._resampling.retires(history)):
+        if check_bool(self._resampling, "retires", self._resampling.retires(history)):
             self._retired.add(original)
 
     def history(self, prompt_id: str) -> Sequence[float]:
@@ -217,7 +217,7 @@ class PromptSet:
         """Return the token ids of one of the prompts."""
         return self._tokens_by_id[prompt.prompt_id]
 
-    def describes(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return one line with the number of prompts and their lengths in tokens."""
         lengths = [len(ids) for ids in self.tokens]
         # inverted_cdf returns a length that occurs, not one interpolated between two.

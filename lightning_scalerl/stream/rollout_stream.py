@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_scalerl.axes.curriculum import weighted_sum
-from lightning_scalerl.axes.results import number, positive_count, true_or_false
+from lightning_scalerl.axes.results import check_bool, number, positive_count
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.rollouts.grade import Charge, Outcome, Sample, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch, packed, unpacked
-from lightning_scalerl.stream.credit import assemble, enters, remember
+from lightning_scalerl.rollouts.rollout import Group, Rollout, TrainBatch, packed, unpack_rollouts
+from lightning_scalerl.stream.credit import assemble, carries_credit, update_moments
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.random_streams import INTERRUPTION_STREAM, TRAINING_STREAM
 from lightning_scalerl.task.base import RewardScale, Task, passes
@@ -116,7 +116,7 @@ class RolloutStream:
         """Return whether the async mode's rule admits another group; dropped groups do not count as admitted."""
         mode = self.choices.async_mode
         admits = mode.may_admit(self.admitted - self.dropped, self._finished_steps, self.groups_per_step)
-        return true_or_false(mode, "may_admit", admits)
+        return check_bool(mode, "may_admit", admits)
 
     def admit(self, version: int) -> GroupRequest:
         """Admit the next prompt's group and return the request for the generator.
@@ -240,7 +240,7 @@ class RolloutStream:
         complete = Group(key, group.prompt, group.prompt_tokens, scored, group.history, unscored)
         if complete.comparable:
             self.prompts.resolved(group.prompt.prompt_id, complete.pass_rate)
-        if self.choices.filter.refills and not enters(complete, self.choices):
+        if self.choices.filter.refills and not carries_credit(complete, self.choices):
             self._drop()
         else:
             self._ready.append(complete)
@@ -308,7 +308,7 @@ class RolloutStream:
         scored = sum(len(group.rollouts) for group in groups)
         errors = sum(rollout.outcome == "error" for group in groups for rollout in group.ungraded)
         self.watch.check_step(scored, errors, self.completed_steps)
-        remember(groups, self.choices)
+        update_moments(groups, self.choices)
         return assemble(groups, self.choices, self.max_new_tokens)
 
     # --- state -------------------------------------------------------------------------------------------
@@ -367,8 +367,8 @@ class RolloutStream:
         self.surplus = state.get("surplus", 0)
         self.training = state["training"]
         self._steps_when_taken = self.completed_steps - 1  # states are saved between steps
-        rollouts = iter(unpacked(state["rollouts"]))
-        ended = iter(unpacked(state["ungraded"]) if "ungraded" in state else [])
+        rollouts = iter(unpack_rollouts(state["rollouts"]))
+        ended = iter(unpack_rollouts(state["ungraded"]) if "ungraded" in state else [])
         if "watch" in state:
             self.watch.load_state_dict(state["watch"])
         self._open, self._ungraded = {}, {}

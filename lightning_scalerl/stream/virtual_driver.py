@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, cast
 
-from lightning_scalerl.axes.results import true_or_false
+from lightning_scalerl.axes.results import check_bool
 from lightning_scalerl.generator.base import COUNTS, FinishedRollout, Generator, StepReport, TurnGenerator, Weights
 from lightning_scalerl.rollouts.grade import Sample
-from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpacked
+from lightning_scalerl.rollouts.rollout import TrainBatch, packed, unpack_rollouts
 from lightning_scalerl.stream.conversations import Conversations
 from lightning_scalerl.stream.cost_model import CostModel
 from lightning_scalerl.stream.events import Event, VirtualClock
@@ -74,7 +74,7 @@ class VirtualDriver:
             RewardError: a verifier failed.
             PoolExhaustedError: every prompt is retired.
         """
-        self._send_again()
+        self._resend_turns()
         self._start_generator()
         while self.stream.training or not self.stream.batch_due():
             if stop():
@@ -106,7 +106,7 @@ class VirtualDriver:
         """
         return True
 
-    def asking(self) -> AbstractContextManager[None]:
+    def probing(self) -> AbstractContextManager[None]:
         """Do nothing: a probe takes no virtual time."""
         return nullcontext()
 
@@ -153,7 +153,7 @@ class VirtualDriver:
             heapq.heappush(self._answering, (due_s, self._turn_count, (waiting.key, waiting.index)))
             self._turn_count += 1
         for finished in report.finished:
-            self.conversations.conclude(finished)
+            self.conversations.store_record(finished)
         # Answers that take no virtual time come before the generator's next step.
         while self._answering and self._answering[0][0] <= self.clock.now_s:
             self._continue_rollouts()
@@ -168,7 +168,7 @@ class VirtualDriver:
             reply.apply(cast(TurnGenerator, self.generator), rollout_key)
         self._emit("answer")
 
-    def _send_again(self) -> None:
+    def _resend_turns(self) -> None:
         """After a checkpoint was loaded, send the turns of waiting rollouts to their environments again."""
         due, self._loaded_answers = self._loaded_answers, None
         if due is None or self.conversations is None:
@@ -207,7 +207,7 @@ class VirtualDriver:
     def _publish(self) -> None:
         """Publish the weights, if the async mode does so after this step. Virtual generators pause for `publish_s`."""
         mode, version = self.stream.choices.async_mode, self.stream.completed_steps
-        if not true_or_false(mode, "publishes", mode.publishes(version)):
+        if not check_bool(mode, "publishes", mode.publishes(version)):
             return
         # The generator samples its current step with the old weights, so the new ones arrive at the end of that step.
         arrival_s = self.clock.now_s if self._current_step is None else self.clock.generator_until_s
@@ -303,7 +303,7 @@ class VirtualDriver:
             self._loaded_answers = [(due_s, (key, index)) for due_s, (key, index) in state.get("answering", ())]
         if state["decoded"] is not None:
             entry = dict(state["decoded"])
-            rollouts = unpacked(entry.pop("rollouts"))
+            rollouts = unpack_rollouts(entry.pop("rollouts"))
             rollout_keys = zip(entry.pop("finished"), rollouts, strict=True)
             finished = [FinishedRollout(key, index, rollout) for (key, index), rollout in rollout_keys]
             self._current_step = StepReport(finished=finished, **entry)

@@ -172,7 +172,7 @@ def file_digest(field: str, path: str | Path) -> str:
         raise ConfigurationError(f"{field}: cannot read {str(path)!r} ({error.strerror}); give a file") from error
 
 
-def contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any]) -> dict[str, Any]:
+def identity_contents(parameters: Mapping[str, Any], content_of: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Return values that represent a task's training rows and held-out sets in a run's identity.
 
     Args:

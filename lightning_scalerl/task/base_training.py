@@ -98,7 +98,7 @@ def write_packaged(folder: Path, name: str, model: Any) -> Path:
     return file
 
 
-def cached(name: str, settings: Mapping[str, Any], make: Callable[[], Any], tokenizer: Callable[[], Any]) -> str:
+def cached_model(name: str, settings: Mapping[str, Any], make: Callable[[], Any], tokenizer: Callable[[], Any]) -> str:
     """Return the path of a base model in the cache; if it is not there, create it with `make` and `tokenizer`."""
     path = cache_dir() / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def base_model(
         tokenizer: makes the tokenizer.
     """
     name = model_name(kind, settings)
-    return cached(name, settings, lambda: load_packaged(name, make) or train(), tokenizer)
+    return cached_model(name, settings, lambda: load_packaged(name, make) or train(), tokenizer)
 
 
 def train_model(

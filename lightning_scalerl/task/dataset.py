@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import ConfigurationError, error_line, lone_surrogate, shown
 from lightning_scalerl.rollouts.grade import Grader, Known, Sample
 from lightning_scalerl.rollouts.prompt import OPENING_COLUMNS, Prompt
-from lightning_scalerl.task.base import PoolTask, contents, file_digest
+from lightning_scalerl.task.base import PoolTask, file_digest, identity_contents
 from lightning_scalerl.task.formats import FAMILY, FORMATS, Columns, NoPromptError, Problem, Row, no_answer
 from lightning_scalerl.task.overlap import check_rules, split, without_overlap
 from lightning_scalerl.task.rows import fields_of, source_of
 from lightning_scalerl.verify.judge import Judge
 from lightning_scalerl.verify.programs import Programs
-from lightning_scalerl.verify.registry import QUICK, as_list, reward_sum
+from lightning_scalerl.verify.registry import QUICK_VERIFIERS, as_list, reward_sum
 from lightning_scalerl.verify.registry import content as content_of
 from lightning_scalerl.verify.rewards import FunctionGrader
 
@@ -81,7 +81,7 @@ class DatasetTask(PoolTask):
         heldout = _named_sets(heldout)
         self._rewards = reward_sum("task.rewards", _with_sandbox(rewards, dict(sandbox or {})))
         graders = [reward.grader for reward in self._rewards.rewards]
-        self.trusted = all(isinstance(grader, QUICK) for grader in graders)
+        self.trusted = all(isinstance(grader, QUICK_VERIFIERS) for grader in graders)
         # Columns are sent with every completion and may hold megabytes, so keep them only if a function may read them.
         has_function = any(isinstance(grader, FunctionGrader) for grader in graders)
         self._keeps_columns = keep_columns or has_function
@@ -93,7 +93,7 @@ class DatasetTask(PoolTask):
         function_takes_answer = any(isinstance(grader, FunctionGrader) and grader.takes_answer for grader in graders)
         optional = only_functions and not (fields and function_takes_answer)
         self._read = _OptionalAnswer(read) if optional and isinstance(read, Columns) else read
-        self._identity = rewards
+        self._rewards_config = rewards
         self._prefix, self._instruction = prefix, instruction
         self._templates = right, wrong
         self._known: list[Known] = []
@@ -123,7 +123,7 @@ class DatasetTask(PoolTask):
         """
         rewards = _rewards_content(parameters.get("rewards"))
         heldout = _named_sets(parameters.get("heldout"))
-        content = contents(
+        content = identity_contents(
             {**parameters, "heldout": heldout}, lambda field, location: source_of(field, location).content()
         )
         content |= {"rewards": rewards}
@@ -131,7 +131,7 @@ class DatasetTask(PoolTask):
 
     def identity(self) -> Any:
         """Return the digests of the reward functions: other functions make another task."""
-        return _rewards_content(self._identity)
+        return _rewards_content(self._rewards_config)
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the weighted sum of the rewards, graded in this process."""

@@ -62,7 +62,7 @@ def no_answer(answer: Any) -> bool:
     return answer is None or answer != answer or (isinstance(answer, str) and not answer.strip())
 
 
-def _first(row: Row, *names: str) -> Any:
+def _first_column(row: Row, *names: str) -> Any:
     """Return the first of these columns that is not None, or an empty text if all existing ones are None.
 
     Raises:
@@ -88,7 +88,7 @@ def _question(row: Row, *names: str) -> str:
         KeyError: none of the columns exists.
         NoPromptError: the text is blank.
     """
-    text = _first(row, *names)
+    text = _first_column(row, *names)
     if _is_nan(text) or not str(text).strip():
         raise NoPromptError(f"{' or '.join(names)}: is blank")
     return str(text)
@@ -100,7 +100,7 @@ def _optional(row: Row, *names: str) -> str:
 
 def gsm8k(row: Row) -> Problem:
     """Read a row of openai/gsm8k: question, answer (reasoning, then `#### 72`)."""
-    solution = str(_first(row, "answer"))
+    solution = str(_first_column(row, "answer"))
     gold = solution.rpartition("####")[2].strip().replace(",", "")
     return Problem(_question(row, "question"), gold, right=solution if "####" in solution else None)
 
@@ -110,7 +110,7 @@ def math(row: Row) -> Problem:
     text = _question(row, "problem", "Problem", "question")
     solution = _optional(row, "solution", "Solution")
     if not solution:
-        _first(row, "answer", "Answer", "solution", "Solution")  # raises KeyError if none of them exists
+        _first_column(row, "answer", "Answer", "solution", "Solution")  # raises KeyError if none of them exists
     gold = _optional(row, "answer", "Answer") or last_boxed(solution) or ""
     level = _optional(row, "level", "difficulty")
     return Problem(
@@ -130,20 +130,24 @@ def polaris(row: Row) -> Problem:
     """
     solved = re.fullmatch(r"(\d+)/(\d+)", _optional(row, "difficulty"))
     label = f"failed_{int(solved[2]) - int(solved[1])}_of_{solved[2]}" if solved else _optional(row, "difficulty")
-    return Problem(_question(row, "problem", "question"), str(_first(row, "answer")), difficulty=label)
+    return Problem(_question(row, "problem", "question"), str(_first_column(row, "answer")), difficulty=label)
 
 
 def humaneval(row: Row) -> Problem:
     """Read a row of openai_humaneval: prompt, test, entry_point, canonical_solution."""
     prompt = _question(row, "prompt")
-    answer = {"tests": str(_first(row, "test")), "entry_point": str(_first(row, "entry_point")), "prelude": prompt}
+    answer = {
+        "tests": str(_first_column(row, "test")),
+        "entry_point": str(_first_column(row, "entry_point")),
+        "prelude": prompt,
+    }
     solution = _optional(row, "canonical_solution")
     return Problem(prompt, answer, name=_optional(row, "task_id"), right=prompt + solution if solution else None)
 
 
 def mbpp(row: Row) -> Problem:
     """Read a row of mbpp, full or sanitized: text or prompt, test_list, test_setup_code or test_imports, code."""
-    tests = [str(test) for test in _first(row, "test_list")]
+    tests = [str(test) for test in _first_column(row, "test_list")]
     prelude = _optional(row, "test_setup_code") or "\n".join(map(str, row.get("test_imports") or ()))
     text = f"{_question(row, 'text', 'prompt')}\nYour code should pass these tests:\n\n" + "\n".join(tests)
     # The tests see only these names of the program, so the program cannot replace anything else that the tests rely on.
@@ -159,7 +163,7 @@ def mbpp(row: Row) -> Problem:
 
 def livecodebench(row: Row) -> Problem:
     """Read a row of livecodebench/code_generation: question_content, starter_code, test cases, metadata."""
-    cases = _cases(_first(row, "public_test_cases")) + _cases(row.get("private_test_cases") or "[]")
+    cases = _cases(_first_column(row, "public_test_cases")) + _cases(row.get("private_test_cases") or "[]")
     metadata = row.get("metadata") or "{}"
     function = (parse_json(metadata) if isinstance(metadata, str) else metadata).get("func_name")
     starter = _optional(row, "starter_code")
@@ -224,17 +228,17 @@ def arc(row: Row) -> Problem:
 
     Labels become letters, as some rows have digits instead.
     """
-    choices = _first(row, "choices")
+    choices = _first_column(row, "choices")
     labels = [str(label) for label in choices["label"]]
-    key = str(_first(row, "answerKey"))
+    key = str(_first_column(row, "answerKey"))
     return _choice(_question(row, "question"), list(choices["text"]), labels.index(key), _optional(row, "id"))
 
 
 def hellaswag(row: Row) -> Problem:
     """Read a row of Rowan/hellaswag: ctx, endings, label."""
     text = f"How does this go on?\n\n{_question(row, 'ctx')}"
-    label, name = str(_first(row, "label")), _optional(row, "source_id", "ind")
-    endings = list(_first(row, "endings"))
+    label, name = str(_first_column(row, "label")), _optional(row, "source_id", "ind")
+    endings = list(_first_column(row, "endings"))
     if label == "":  # labels of the test set are secret
         return Problem(text, "", name=name)
     return _choice(text, endings, int(label), name)
@@ -247,7 +251,7 @@ def _choice(question: str, options: Sequence[Any], right: int, name: str) -> Pro
 
 def truthfulqa(row: Row) -> Problem:
     """Read a row of truthfulqa/truthful_qa (generation): question, best_answer, correct_answers, incorrect_answers."""
-    true = [_first(row, "best_answer"), *(row.get("correct_answers") or ())]
+    true = [_first_column(row, "best_answer"), *(row.get("correct_answers") or ())]
     true = [str(answer) for answer in true if not no_answer(answer)]
     false = [str(answer) for answer in row.get("incorrect_answers") or () if not no_answer(answer)]
     return Problem(_question(row, "question"), {"true": true, "false": false}, difficulty="")
@@ -255,7 +259,7 @@ def truthfulqa(row: Row) -> Problem:
 
 def natural_questions(row: Row) -> Problem:
     """Read a row of nq_open or a similar data set: question, answer (a list of accepted answers)."""
-    answers = _first(row, "answer", "answers")
+    answers = _first_column(row, "answer", "answers")
     answer_list = answers if isinstance(answers, list | tuple) else [answers]
     return Problem(_question(row, "question"), [str(answer) for answer in answer_list if not no_answer(answer)])
 
@@ -287,8 +291,8 @@ def _last_content(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def verl(row: Row) -> Problem:
     """Read a row of verl: data_source, prompt (messages), ability, reward_model {style, ground_truth}, extra_info."""
-    messages = _messages("prompt", _first(row, "prompt"))
-    model = _first(row, "reward_model")
+    messages = _messages("prompt", _first_column(row, "prompt"))
+    model = _first_column(row, "reward_model")
     extra = row.get("extra_info") or {}
     level = _optional(row, "level").lower().replace(" ", "_")
     # verl's GSM8K rows keep the worked solution in `extra_info`.
@@ -332,10 +336,10 @@ class Columns:
 
     def __call__(self, row: Row) -> Problem:
         """Read one row by the named columns."""
-        prompt = _first(row, self.prompt)
+        prompt = _first_column(row, self.prompt)
         is_text = isinstance(prompt, str) or _is_nan(prompt)
         messages = () if is_text else _messages(self.prompt, prompt)
         text = _question(row, self.prompt) if is_text else _last_content(messages)
-        answer = "" if self.answer is None else _first(row, self.answer)
-        label = "" if self.difficulty is None else str(_first(row, self.difficulty))
-        return Problem(text, answer, messages, label, "" if self.id is None else str(_first(row, self.id)))
+        answer = "" if self.answer is None else _first_column(row, self.answer)
+        label = "" if self.difficulty is None else str(_first_column(row, self.difficulty))
+        return Problem(text, answer, messages, label, "" if self.id is None else str(_first_column(row, self.id)))

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError, lone_surrogate, shown
 from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.task.base import PoolTask, contents, file_digest
+from lightning_scalerl.task.base import PoolTask, file_digest, identity_contents
 from lightning_scalerl.task.formats import FAMILY
 from sweeps.run.files import parse_json
 
@@ -66,7 +66,7 @@ class JsonlTask(PoolTask):
         Raises:
             ConfigurationError: a file cannot be read.
         """
-        return contents(parameters, lambda field, path: file_digest(field, str(path)))
+        return identity_contents(parameters, lambda field, path: file_digest(field, str(path)))
 
     def reward(self, prompt: Prompt, completion: str) -> float | None:
         """Return the verifier's reward for a completion; None if it abstains."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample, needs_group, ready
+from lightning_scalerl.rollouts.grade import Grade, Grader, Known, Sample, check_services, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.base import PoolTask, Task, check_task
 from lightning_scalerl.task.overlap import check_rules, without_overlap
@@ -47,7 +47,7 @@ class MixtureGrader:
 
     def ready(self) -> Sequence[str]:
         """Try the graders that are services; return one line per service."""
-        return [line for grader in self._all_graders for line in ready(grader)]
+        return [line for grader in self._all_graders for line in check_services(grader)]
 
     @property
     def longest_s(self) -> float:

@@ -139,7 +139,7 @@ class Generator:
         for number in range(max_draws):
             with self._clear_errors():
                 row: Mapping[str, Any] = dataset[number]
-            if (key := _key(row)) not in seen:
+            if (key := _question_key(row)) not in seen:
                 seen.add(key)
                 yield row
 
@@ -348,7 +348,7 @@ class ReasoningGymTask(PoolTask):
         sides: tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]] = ([], [])
         max_draws = max(_MIN_DRAWS, _DRAWS_PER_ROW * (train + heldout))
         for row in generator.rows(max_draws):
-            is_heldout = _hash_fraction(_key(row)) < share
+            is_heldout = _hash_fraction(_question_key(row)) < share
             if len(sides[is_heldout]) < (heldout if is_heldout else train):
                 sides[is_heldout].append(row)
             if len(sides[0]) == train and len(sides[1]) == heldout:
@@ -376,11 +376,11 @@ class ReasoningGymTask(PoolTask):
         generator = self._register(
             name, Generator(field, str(set_config["dataset"]), set_config.get("settings") or {}, seed)
         )
-        trained_on = {_key(prompt.columns) for prompt in self._train}
+        trained_on = {_question_key(prompt.columns) for prompt in self._train}
         max_draws = max(_MIN_DRAWS, _DRAWS_PER_ROW * rows)
         new_rows: list[Mapping[str, Any]] = []
         for row in generator.rows(max_draws):
-            if _key(row) not in trained_on:
+            if _question_key(row) not in trained_on:
                 new_rows.append(row)
             if len(new_rows) == rows:
                 return self._prompts(name, new_rows)
@@ -393,7 +393,7 @@ class ReasoningGymTask(PoolTask):
         suffix = f"\n{self._instruction}" if self._instruction else ""
         return [
             Prompt(
-                prompt_id=f"{name}/{hashlib.sha256(_key(row).encode()).hexdigest()[:16]}",
+                prompt_id=f"{name}/{hashlib.sha256(_question_key(row).encode()).hexdigest()[:16]}",
                 text=f"{row['question']}{suffix}",
                 answer=str(row["answer"] if row["answer"] is not None else ""),
                 difficulty=self._level(name, row),
@@ -430,7 +430,7 @@ class ReasoningGymTask(PoolTask):
             )
 
 
-def _key(row: Mapping[str, Any]) -> str:
+def _question_key(row: Mapping[str, Any]) -> str:
     """Return a row's question as a key; rows that differ only in case and white space have the same key."""
     return " ".join(str(row["question"]).casefold().split())
 

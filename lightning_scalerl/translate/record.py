@@ -561,7 +561,7 @@ def evaluation_interval(run: Run, into: Translation) -> int:
     return interval // run.k
 
 
-def no_adapter(run: Run, into: Translation, name: str) -> None:
+def refuse_adapter(run: Run, into: Translation, name: str) -> None:
     """Add LoRA, if the run has it, to `missing`; `name` is the trainer's setting for an adapter."""
     if not isinstance(run.choices.adapter, NoAdapter):
         into.add_missing(

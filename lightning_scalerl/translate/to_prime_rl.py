@@ -22,8 +22,8 @@ from lightning_scalerl.translate.record import (
     Translation,
     common,
     kl_coefficient,
-    no_adapter,
     on_policy,
+    refuse_adapter,
     translate_schedule,
 )
 
@@ -106,7 +106,7 @@ def to_prime_rl(run: Run) -> Translation:
     _settings(run, into)
     if recipe.context.too_long == "refuse":
         into.note("context: prime-rl does not refuse long prompts; it cuts off tokens beyond seq_len")
-    no_adapter(run, into, "trainer.model.lora")
+    refuse_adapter(run, into, "trainer.model.lora")
     return into
 
 

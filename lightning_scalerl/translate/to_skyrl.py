@@ -45,8 +45,8 @@ from lightning_scalerl.translate.record import (
     estimator,
     evaluation_interval,
     kl_term,
-    no_adapter,
     on_policy,
+    refuse_adapter,
     translate_schedule,
 )
 
@@ -251,7 +251,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.add_missing("schedule", "cosine", "SkyRL counts the end of its cosine in passes over the data")
     elif run.cosine is None:
         into.under("trainer.policy.optimizer_config", scheduler="constant_with_warmup", num_warmup_steps=0)
-    no_adapter(run, into, "policy.model.lora")
+    refuse_adapter(run, into, "policy.model.lora")
 
 
 def _ratio(run: Run, into: Translation) -> None:

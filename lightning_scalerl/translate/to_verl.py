@@ -44,8 +44,8 @@ from lightning_scalerl.translate.record import (
     evaluation_interval,
     kl_coefficient,
     kl_term,
-    no_adapter,
     on_policy,
+    refuse_adapter,
     translate_schedule,
 )
 
@@ -272,7 +272,7 @@ def _optimizer(run: Run, into: Translation) -> None:
         into.under(f"{ACTOR}.optim", lr_scheduler_type="cosine", min_lr_ratio=cosine.final, num_cycles=0.5)
     elif cosine is None:
         into.under(f"{ACTOR}.optim", lr_scheduler_type="constant")
-    no_adapter(run, into, "model.lora_rank")
+    refuse_adapter(run, into, "model.lora_rank")
 
 
 def _ratio(run: Run, into: Translation) -> None:

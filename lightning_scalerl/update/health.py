@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError, not_negative, whole_number
 
 
-def at_the_limit(metrics: Mapping[str, float]) -> float:
+def truncated_at_context_limit(metrics: Mapping[str, float]) -> float:
     """Return the share of completions truncated at the context limit, not at a curriculum's lower limit."""
     return metrics["train/truncated"] - metrics.get("train/cut_by_stage", 0.0)
 
@@ -63,9 +63,9 @@ class HealthWatch:
         floor: reward of an incorrect completion, which is subtracted from mean rewards.
     """
 
-    def __init__(self, health: Health, floor: float = 0.0) -> None:
+    def __init__(self, health: Health, incorrect_reward: float = 0.0) -> None:
         self._health = health
-        self._floor = floor
+        self._floor = incorrect_reward
         self._best = 0.0
         names = ("train/reward", "train/entropy", "train/truncated")
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=health.window_steps) for name in names}
@@ -80,7 +80,7 @@ class HealthWatch:
             return
         for name, recent in self._recent.items():
             if name in record:
-                recent.append(at_the_limit(record) if name == "train/truncated" else record[name])
+                recent.append(truncated_at_context_limit(record) if name == "train/truncated" else record[name])
         # Means are taken over full windows of `window_steps` steps, so the first steps decide nothing.
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         period = f"on average over {self._health.window_steps} steps"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_scalerl.checks import CannotGoOnError
 
 # Defaults of torch.amp.GradScaler.
-START, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+INITIAL_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 MIN_SCALE = 2.0**-14
 # Consecutive skipped updates that end the run.
 MAX_SKIPPED_IN_A_ROW = 3
@@ -27,31 +27,31 @@ class LossScale:
     """
 
     def __init__(self, acts: bool) -> None:
-        self.acts = acts
-        self.factor = START if acts else 1.0
+        self.enabled = acts
+        self.factor = INITIAL_SCALE if acts else 1.0
         self._finite_updates = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, for the backward pass."""
-        return loss * self.factor if self.acts else loss
+        return loss * self.factor if self.enabled else loss
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients by the scale, in place."""
-        if self.acts:
+        if self.enabled:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(self.factor)
 
     def update(self, finite: bool) -> None:
         """Adapt the scale after an update; `finite` is whether its gradient was finite."""
-        if not self.acts:
+        if not self.enabled:
             return
         if not finite:
             self.factor, self._finite_updates = max(self.factor * BACKOFF, MIN_SCALE), 0
             return
         self._finite_updates += 1
-        if self._finite_updates == INTERVAL:
+        if self._finite_updates == GROWTH_INTERVAL:
             self.factor, self._finite_updates = self.factor * GROWTH, 0
 
     def state_dict(self) -> dict[str, Any]:

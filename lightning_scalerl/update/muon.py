@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scalerl.distributed.sharded import blocks, part_like, whole_tensor
+from lightning_scalerl.distributed.sharded import blocks, shard_like, whole_tensor
 
 # Coefficients of torch.optim.Muon's quintic iteration, and the constant that it adds to the norm.
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
@@ -113,4 +113,4 @@ class MuonAndAdamW(torch.optim.Optimizer):
         update = orthogonalize(whole_tensor(gradient.lerp(momentum, group["momentum"])), group["ns_steps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * ADJUSTMENTS[group["adjust_lr_fn"]](*weight.shape)
-        weight.add_(part_like(update, weight), alpha=-rate)
+        weight.add_(shard_like(update, weight), alpha=-rate)

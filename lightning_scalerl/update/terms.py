@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import Entropy
-from lightning_scalerl.axes.kl import KL, SAMPLED
-from lightning_scalerl.axes.results import shaped
+from lightning_scalerl.axes.kl import KL, SAMPLED_ESTIMATES
+from lightning_scalerl.axes.results import check_shape
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
@@ -49,10 +49,10 @@ def terms(choices: Choices) -> list[Term]:
 
     def surrogate(scored: Scored, advantages: Tensor) -> Tensor:
         loss, correction, shape = choices.loss, choices.correction, scored.trainer_logprobs.shape
-        per_token = shaped(loss, "per_token", loss.per_token(*loss_inputs(scored, choices, advantages)), shape)
+        per_token = check_shape(loss, "per_token", loss.per_token(*loss_inputs(scored, choices, advantages)), shape)
         weights = correction.weights(scored.batch)
         if weights is not None:
-            shaped(correction, "weights", weights, shape)
+            check_shape(correction, "weights", weights, shape)
         return per_token if weights is None else per_token * weights
 
     def policy(scored: Scored) -> Tensor:
@@ -60,11 +60,13 @@ def terms(choices: Choices) -> list[Term]:
         per_token = surrogate(scored, batch.advantages)
         # Axes that the user defines come last, so they see the corrected loss.
         for choice in choices.user_axes.values():
-            per_token = shaped(choice, "adjust_loss", choice.adjust_loss(per_token, batch, logprobs), logprobs.shape)
+            per_token = check_shape(
+                choice, "adjust_loss", choice.adjust_loss(per_token, batch, logprobs), logprobs.shape
+            )
         return per_token
 
     def kl(scored: Scored) -> Tensor:
-        coefficients, per_token = coefficients_of(choices.kl, scored.batch), distances(scored, choices)
+        coefficients, per_token = coefficients_of(choices.kl, scored.batch), kl_estimates(scored, choices)
         if choices.kl.estimate == "k1":
             # On samples of the policy the gradient of k1 itself is 0 on average (arXiv 2506.09477).
             per_token = surrogate(scored, -per_token.detach())
@@ -96,13 +98,13 @@ def terms(choices: Choices) -> list[Term]:
 def coefficients_of(choice: KL | Entropy, batch: TrainBatch) -> Tensor:
     """Return the coefficient of each rollout, (R, 1)."""
     coefficients = choice.coefficients(batch.pass_rates)
-    return shaped(choice, "coefficients", coefficients, batch.pass_rates.shape).unsqueeze(1)
+    return check_shape(choice, "coefficients", coefficients, batch.pass_rates.shape).unsqueeze(1)
 
 
 def anchor_of(batch: TrainBatch, choices: Choices) -> Tensor:
     """Return the log-probabilities (R, T) in the denominator of the ratio."""
     anchor = choices.correction.anchor(batch)
-    return shaped(choices.correction, "anchor", anchor, batch.loss_mask.shape)
+    return check_shape(choices.correction, "anchor", anchor, batch.loss_mask.shape)
 
 
 def loss_inputs(scored: Scored, choices: Choices, advantages: Tensor) -> tuple[Tensor, ...]:
@@ -118,11 +120,11 @@ def with_selection(batch: TrainBatch, choices: Choices, key: Sequence[int]) -> T
     mask = batch.loss_mask
     selected = choices.loss.select(anchor_of(batch, choices), batch.advantages, mask, key)
     if selected is not None:
-        shaped(choices.loss, "select", selected, mask.shape, torch.bool)
+        check_shape(choices.loss, "select", selected, mask.shape, torch.bool)
     return replace(batch, selected=selected)
 
 
-def distances(scored: Scored, choices: Choices) -> Tensor:
+def kl_estimates(scored: Scored, choices: Choices) -> Tensor:
     """Return each token's KL estimate (R, T) by `kl.estimate`, in the dtype of axis `precision`."""
     round_to_policy, fp32 = choices.precision.round_to_policy, choices.precision.fp32_kl
     if choices.kl.reads_vocabulary:
@@ -132,7 +134,7 @@ def distances(scored: Scored, choices: Choices) -> Tensor:
     reference = scored.batch.reference_logprobs
     assert reference is not None
     logprobs = round_to_policy(scored.trainer_logprobs, fp32)
-    return SAMPLED[choices.kl.estimate](logprobs, round_to_policy(reference, fp32))
+    return SAMPLED_ESTIMATES[choices.kl.estimate](logprobs, round_to_policy(reference, fp32))
 
 
 def loss_weights(batch: TrainBatch, trainer_logprobs: Tensor, choices: Choices) -> Tensor:

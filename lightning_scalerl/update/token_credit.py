@@ -9,13 +9,15 @@ from dataclasses import replace
 
 from lightning_scalerl.axes.advantage import terminal_rewards
 from lightning_scalerl.axes.normalization import Moments, Sums
-from lightning_scalerl.axes.results import shaped, shaped_alike
+from lightning_scalerl.axes.results import check_shape, check_shapes
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
-from lightning_scalerl.update.terms import coefficients_of, distances
+from lightning_scalerl.update.terms import coefficients_of, kl_estimates
 
 
-def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool = False) -> TrainBatch:
+def token_advantages(
+    rows: TrainBatch, choices: Choices, sum_over_ranks: Sums, update_statistics: bool = False
+) -> TrainBatch:
     """Return `rows` with the advantages that are trained on, and with returns if there is a critic.
 
     With `remember=False` nothing is changed, so that a mechanism counter can call this a second time for the same
@@ -35,15 +37,15 @@ def token_credit(rows: TrainBatch, choices: Choices, sums: Sums, remember: bool 
             assert rows.anchor_logprobs is not None
             coefficients = coefficients_of(choices.kl, rows)
             # `distances` does not read entropies, so any tensor of the right shape can stand in for them.
-            gaps = distances(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).zero_outside_mask(), choices)
+            gaps = kl_estimates(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).zero_outside_mask(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         estimates = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)
-        advantages, returns = shaped_alike(choices.advantage, "estimate_tokens", estimates, [rewards, rewards])
-        if remember:
+        advantages, returns = check_shapes(choices.advantage, "estimate_tokens", estimates, [rewards, rewards])
+        if update_statistics:
             # The closure needs a name of its own, because `advantages` is rebound below.
             unscaled = advantages
-            choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sums))
-        scaled = choices.normalization.scale_tokens(advantages, rows.loss_mask, sums)
-        advantages = shaped(choices.normalization, "scale_tokens", scaled, rows.loss_mask.shape)
+            choices.normalization.remember(lambda: Moments.of(unscaled[rows.loss_mask > 0], sum_over_ranks))
+        scaled = choices.normalization.scale_tokens(advantages, rows.loss_mask, sum_over_ranks)
+        advantages = check_shape(choices.normalization, "scale_tokens", scaled, rows.loss_mask.shape)
     advantages = choices.precision.round_to_policy(advantages, choices.precision.fp32_advantage)
     return replace(rows, advantages=advantages, returns=returns)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.distributed.ranks import Ranks
-from lightning_scalerl.distributed.sharded import gathered, is_sharded, part_like, whole_tensor
-from lightning_scalerl.model.adapter import has_adapter, merge, plain_copy
-from lightning_scalerl.model.files import is_blank
+from lightning_scalerl.distributed.sharded import gather_state, is_sharded, shard_like, whole_tensor
+from lightning_scalerl.model.adapter import has_adapter, merge, merged_copy
+from lightning_scalerl.model.files import has_no_data
 from lightning_scalerl.model.head import eval_mode
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import TrainBatch
@@ -85,11 +85,11 @@ class TrainedPolicy:
         This is the policy's own model, or a copy on `device` if that model has an adapter or is (or will be) sharded.
         """
         model: nn.Module = self.policy.model
-        if is_blank(model):  # its weights have not been read yet
+        if has_no_data(model):  # its weights have not been read yet
             assert self._load is not None
             model = self._load()
         elif has_adapter(model):
-            model = plain_copy(model, self.weights())
+            model = merged_copy(model, self.weights())
         elif is_sharded(self.policy):
             weights, sharded = self.weights(), model
             model = type(sharded)(sharded.config)
@@ -120,19 +120,19 @@ class TrainedPolicy:
 
     def _gather(self) -> dict[str, Any]:
         ranks, state = self._ranks(), dict(self.policy.model.state_dict())
-        whole = gathered(state, ranks.leads) if ranks.sharded else state
+        whole = gather_state(state, ranks.leads) if ranks.sharded else state
         return merge(whole, self.policy.model) if has_adapter(self.policy.model) else whole
 
     @torch.no_grad()
     def _gather_one(self, name: str) -> Tensor | None:
-        return gathered({name: self.policy.model.state_dict()[name]}, self._ranks().leads).get(name)
+        return gather_state({name: self.policy.model.state_dict()[name]}, self._ranks().leads).get(name)
 
     def _gather_adapter(self) -> dict[str, Any]:
         ranks, model = self._ranks(), self.policy.model
         parameters = model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in parameters if parameter.requires_grad}
         state = {name: value for name, value in model.state_dict().items() if name in trained}
-        return gathered(state, ranks.leads) if ranks.sharded else state
+        return gather_state(state, ranks.leads) if ranks.sharded else state
 
     @torch.no_grad()
     def _perturb(self, names: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ class TrainedPolicy:
             rms = whole_tensor(parameter.square().mean()).sqrt().clamp(min=MIN_RMS)
             # Every rank draws noise for the whole tensor with one seed, so that the ranks' parts fit together.
             noise_values = torch.randn(parameter.shape, generator=noise, device=parameter.device).to(parameter.dtype)
-            parameter.add_(part_like(noise_values, parameter), alpha=RELATIVE_NOISE * float(rms))
+            parameter.add_(shard_like(noise_values, parameter), alpha=RELATIVE_NOISE * float(rms))
 
     @torch.no_grad()
     def _restore(self) -> None:

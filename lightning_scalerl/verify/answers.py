@@ -24,7 +24,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # Text allowed between two boxes of one list. If neither a comma nor "and" nor "or" separates them, the last box
 # replaces the earlier one.
-_BETWEEN = re.compile(
+_LIST_SEPARATOR = re.compile(
     r"(?:[\s$~]|\\[()\[\],;! ]|\\q?quad\b)*+(?:[,;]|\\text\{|(?=and\b|or\b))[\s$~,;&}\\()\[\]!]*+"
     r"(?:(?:and|or)\b)?[\s$~}\\()\[\],;!]*+"
 )
@@ -106,7 +106,7 @@ def _boxes(text: str) -> tuple[str | None, int]:
         following = list_spans[-1][0]
         if span[2] + 1 > following or following - span[2] > _SEPARATORS:
             break
-        if not _BETWEEN.fullmatch(text, span[2] + 1, following) or len(list_spans) > MAX_CHARACTERS:
+        if not _LIST_SEPARATOR.fullmatch(text, span[2] + 1, following) or len(list_spans) > MAX_CHARACTERS:
             break
         list_spans.append(span)
     contents = [text[start:end].strip() for _, start, end in reversed(list_spans)]

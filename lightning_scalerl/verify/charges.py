@@ -55,7 +55,7 @@ class Totals:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(charge, field.name))
 
-    def by_name(self) -> dict[str, float]:
+    def by_metric_name(self) -> dict[str, float]:
         """Return the sums by metric name."""
         return {
             "hours": self.seconds / 3600.0,

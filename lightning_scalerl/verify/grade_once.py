@@ -41,7 +41,7 @@ def attempt_group(grader: Any, samples: Sequence[Sample]) -> list[Outcome]:
     ]
 
 
-def in_function(error: Exception, name: str) -> Exception:
+def add_function_name(error: Exception, name: str) -> Exception:
     """Add the name of the user's reward function to an error's notes; returns the error."""
     error.add_note(f"{_NOTE_PREFIX}{name}")
     return error
@@ -60,7 +60,7 @@ def _error_outcome(error: Exception, seconds: float) -> Outcome:
 def _outcome(grade: Grade, began: float) -> Outcome:
     """Turn a grade into an outcome: a score, an abstention, or an error if its reward is not a finite number."""
     try:
-        problem = _problem(grade)
+        problem = _reward_problem(grade)
         # Convert inside the `try`: a user's mapping or scalar may raise too.
         parts = {str(name): float(value) for name, value in grade.parts.items() if _finite(value)}
     except Exception as error:
@@ -86,7 +86,7 @@ def _outcome(grade: Grade, began: float) -> Outcome:
     )
 
 
-def _problem(grade: Grade) -> str:
+def _reward_problem(grade: Grade) -> str:
     """Return a one-line message if the reward is not a finite number, which would ruin the batch; else ""."""
     if grade.reward is None or _finite(grade.reward):
         return ""

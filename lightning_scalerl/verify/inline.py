@@ -22,11 +22,11 @@ class InlineVerifiers:
         self._grader = grader
         self._retries = retries
         self._outcomes: dict[int, Outcome] = {}
-        self._next = 0
+        self._next_ticket = 0
 
     def submit(self, sample: Sample) -> int:
         """Grade a completion and return the ticket of its outcome."""
-        ticket, self._next = self._next, self._next + 1
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         activity.note("grade")
         outcome = attempt(self._grader, sample)
         while outcome.kind == "error" and outcome.attempts <= self._retries:
@@ -43,8 +43,8 @@ class InlineVerifiers:
             if not any(outcome.kind == "error" for outcome in outcomes):
                 break
             outcomes = list(map(_merge_attempts, outcomes, attempt_group(self._grader, samples)))
-        tickets = list(range(self._next, self._next + len(samples)))
-        self._next += len(samples)
+        tickets = list(range(self._next_ticket, self._next_ticket + len(samples)))
+        self._next_ticket += len(samples)
         self._outcomes |= dict(zip(tickets, outcomes, strict=True))
         return tickets
 

@@ -39,9 +39,18 @@ PATTERN = (
     r"(?i)\b(?:verdict|score)\b\W{0,5}?(yes|no|true|false|correct|incorrect|pass|fail|-?\d+(?:\.\d+)?)(?![\w.]*\w)"
 )
 # Rewards for verdicts in words.
-_WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "pass": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0, "fail": 0.0}
+_REWARD_BY_WORD = {
+    "yes": 1.0,
+    "true": 1.0,
+    "correct": 1.0,
+    "pass": 1.0,
+    "no": 0.0,
+    "false": 0.0,
+    "incorrect": 0.0,
+    "fail": 0.0,
+}
 # Fields of a template. All other braces are plain text, because a judge's prompt may show JSON.
-_FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
+_TEMPLATE_FIELDS = re.compile(r"\{(prompt|question|answer|completion)\}")
 # Settings that change neither a verdict nor its cost.
 OPERATIONAL = frozenset({"url", "key_env", "cache", "timeout_s", "retries", "concurrency"})
 # Number of characters at the end of a judge's answer that are searched for a verdict.
@@ -264,7 +273,7 @@ class Judge:
             "answer": str(prompt.answer),
             "completion": sample.answer,
         }
-        return _FIELDS.sub(lambda match: values[match[1]], self.prompt)
+        return _TEMPLATE_FIELDS.sub(lambda match: values[match[1]], self.prompt)
 
     def _body(self, message: str) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -281,8 +290,8 @@ class Judge:
         """Return the reward that a judge's answer states, or None if it states none."""
         matches = list(re.finditer(self.pattern, text[-_MAX_CHARACTERS:]))
         word = ((matches[-1][1] or "") if matches else "").strip().lower()
-        if word in _WORDS:
-            return _WORDS[word]
+        if word in _REWARD_BY_WORD:
+            return _REWARD_BY_WORD[word]
         try:
             reward = (float(word) - self.low) / (self.high - self.low)
         except ValueError:

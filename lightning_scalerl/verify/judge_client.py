@@ -78,7 +78,7 @@ class JudgeError(RuntimeError):
 ResultHook = Callable[[int, Answer | JudgeError], Answer | JudgeError]
 
 
-def _unchanged(number: int, result: Answer | JudgeError) -> Answer | JudgeError:
+def _keep_result(number: int, result: Answer | JudgeError) -> Answer | JudgeError:
     return result
 
 
@@ -114,7 +114,9 @@ class Endpoint:
         """Address for error messages, without query and fragment, which may contain secrets."""
         return urlsplit(self.address)._replace(query="", fragment="").geturl()
 
-    def ask(self, bodies: Sequence[Mapping[str, Any]], on_result: ResultHook = _unchanged) -> list[Answer | JudgeError]:
+    def ask(
+        self, bodies: Sequence[Mapping[str, Any]], on_result: ResultHook = _keep_result
+    ) -> list[Answer | JudgeError]:
         """Send all requests, at most `concurrency` at a time, and return one answer or error per request, in order.
 
         Args:

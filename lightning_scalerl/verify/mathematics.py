@@ -28,7 +28,7 @@ from lightning_scalerl.verify.words import AnswerParts, agree, separate_words, w
 __all__ = ["MAX_CHARACTERS", "Mathematics", "change_first_digit", "extract_answer", "last_boxed"]
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
 # The space between a factor and a variable. It is removed, because math-verify reads "2 i" differently from "2i".
-_FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
+_SPACE_AFTER_FACTOR = re.compile(r"(?<=\d)\s+(?=[A-Za-z](?![A-Za-z]))")
 # Number of characters at the end of a prose text that are searched for words which belong to its last expression.
 _LAST_WORDS = 60
 # Texts in which an equal sign does not equate two numbers: congruences, and numerals with a base, which sympy reads as
@@ -220,7 +220,7 @@ def _equal_mathematics(expected: Any, actual: Any, gold: str, text: str, marked:
     if not actual or (_contradicts_itself(text, actual[0]) and not _contradicts_itself(gold, expected[0])):
         return False
     if marked:
-        for property_of in (_base, _brackets):
+        for property_of in (_numeral_base, _bracket_kind):
             both = property_of(gold), property_of(text)
             if None not in both and both[0] != both[1]:
                 return False
@@ -229,13 +229,13 @@ def _equal_mathematics(expected: Any, actual: Any, gold: str, text: str, marked:
     return _nearly_equal(expected[0], actual[0])
 
 
-def _base(text: str) -> str | None:
+def _numeral_base(text: str) -> str | None:
     """Return the base of a numeral such as 102_3 or 102_{3}; None without a base."""
     bases = _BASE.findall(text)
     return bases[-1] if bases else None
 
 
-def _brackets(text: str) -> str | None:
+def _bracket_kind(text: str) -> str | None:
     """Return "set" for a list in set brackets, "order" for one in round or square brackets, else None."""
     if "," not in text:
         return None
@@ -271,7 +271,7 @@ def _parse(expression: str) -> Any:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     formats = (LatexExtractionConfig(),)
-    latex = _FACTOR.sub("", expression)
+    latex = _SPACE_AFTER_FACTOR.sub("", expression)
     return parse(f"${latex}$", formats, parsing_timeout=None, fallback_mode="no_fallback")
 
 

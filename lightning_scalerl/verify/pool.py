@@ -122,15 +122,15 @@ class VerifierPool:
         self._function_hint = f" (in reward function {' or '.join(functions)})" if functions else ""
         self._shared = _Shared()
         self._changed = threading.Condition()
-        self._next = 0
+        self._next_ticket = 0
         # Wakes the thread. It is a pipe because poll() can wait for it together with the workers.
         self._wake_r, self._wake_w = Pipe(duplex=False)
         # Poll object for the pool's life: `multiprocessing.connection.wait` creates one per call, which is slower.
         self._readable = select.poll()
         self._readable.register(self._wake_r, select.POLLIN)
         self._workers: list[_Worker] = []
-        self._count = workers
-        self._mean_s = _PREFETCH_S  # so high that nothing is prefetched until grading proves to be quick
+        self._worker_count = workers
+        self._mean_grading_s = _PREFETCH_S  # so high that nothing is prefetched until grading proves to be quick
         self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
         self._thread.start()
 
@@ -141,8 +141,8 @@ class VerifierPool:
     def submit_group(self, samples: Sequence[Sample]) -> Sequence[int]:
         """Queue the completions of a group, to be graded by one call, and return their tickets immediately."""
         with self._changed:
-            tickets = tuple(range(self._next, self._next + len(samples)))
-            self._next += len(samples)
+            tickets = tuple(range(self._next_ticket, self._next_ticket + len(samples)))
+            self._next_ticket += len(samples)
             self._shared.queue.append(_Job(tickets, tuple(samples)))
             self._shared.waiting.update(tickets)
             self._wake()
@@ -215,11 +215,11 @@ class VerifierPool:
         """Start the workers and serve them until the pool is closed or fails; then kill them."""
         # A worker dies with the thread that started it (PR_SET_PDEATHSIG), so only this thread starts workers.
         try:
-            self._workers = [self._start_worker() for _ in range(self._count)]
+            self._workers = [self._start_worker() for _ in range(self._worker_count)]
             while not self._shared.closing:
                 self._assign()
                 self._listen()
-                self._end_overruns()
+                self._handle_timeouts()
         except BaseException as error:
             self._fail(f"verify: the pool of verifiers has ended ({type(error).__name__}: {error})")
         finally:
@@ -236,7 +236,7 @@ class VerifierPool:
 
     def _assign(self) -> None:
         """Send one job to every worker, then a second job to every worker, and so on, to keep them equally busy."""
-        prefetched = int(min(_MAX_PREFETCHED, max(1.0, _PREFETCH_S / max(self._mean_s, 1e-6))))
+        prefetched = int(min(_MAX_PREFETCHED, max(1.0, _PREFETCH_S / max(self._mean_grading_s, 1e-6))))
         for job_count in range(prefetched):
             for worker in self._workers:
                 free = worker.ready and not worker.reassigned and len(worker.jobs) == job_count
@@ -311,7 +311,9 @@ class VerifierPool:
         # A worker answers in order: answers to reassigned jobs come after the answer to its current job.
         if worker.jobs:
             outcomes = message if isinstance(message, list) else [message]
-            self._mean_s += _LATEST_WEIGHT * (sum(outcome.seconds for outcome in outcomes) - self._mean_s)
+            self._mean_grading_s += _LATEST_WEIGHT * (
+                sum(outcome.seconds for outcome in outcomes) - self._mean_grading_s
+            )
             self._record(worker.jobs.popleft(), outcomes)
             if worker.jobs:
                 self._start_timeout(worker)
@@ -320,7 +322,7 @@ class VerifierPool:
         if worker.reassigned and not worker.jobs:
             worker.deadline = time.monotonic() + self._job_timeout_s(worker.reassigned[0])
 
-    def _end_overruns(self) -> None:
+    def _handle_timeouts(self) -> None:
         """Reassign jobs that wait behind a slow one, and replace workers that have exceeded their timeout."""
         now = time.monotonic()
         for number, worker in enumerate(self._workers):

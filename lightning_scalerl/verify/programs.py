@@ -46,7 +46,7 @@ from typing import *
 """
 # Tests for "calls". The expected values come from JSON, where tuples are lists and all keys are strings. Floats are
 # compared as in `judge_stdio`. The calls are stored with marshal, because it can write integers of any length.
-_CALLS = """
+_CALLS_TEST_SOURCE = """
 import json, marshal, math
 
 def same(got, expected):
@@ -158,7 +158,7 @@ class Programs:
             return judge_stdio(code, cases, self.limits, self.protections, self.total_s)
         entry_point = answer.get("entry_point")
         if "calls" in answer:
-            tests, prelude = _CALLS.format(calls=marshal.dumps(answer["calls"])), ""
+            tests, prelude = _CALLS_TEST_SOURCE.format(calls=marshal.dumps(answer["calls"])), ""
             program = _join_sources(_IMPORTS, code)
         else:
             tests, prelude = str(answer["tests"]), str(answer.get("prelude") or "")
@@ -181,7 +181,7 @@ class Programs:
             return None
         calls = "calls" in answer
         return unjudgeable(
-            _CALLS.format(calls=b"") if calls else str(answer["tests"]),
+            _CALLS_TEST_SOURCE.format(calls=b"") if calls else str(answer["tests"]),
             entry_point=answer.get("entry_point"),
             prelude="" if calls else str(answer.get("prelude") or ""),
             names=answer.get("names") or (),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.rollouts.grade import Grade, Sample
-from lightning_scalerl.user_code import Given, Source
+from lightning_scalerl.user_code import FunctionObject, Source
 from lightning_scalerl.verify.judge import Judge, judge_identity
 from lightning_scalerl.verify.mathematics import Mathematics
 from lightning_scalerl.verify.programs import Programs
@@ -37,7 +37,7 @@ VERIFIERS: Mapping[str, type[NamedGrader]] = {
     "judge": Judge,
 }
 # Verifiers that only compare texts and never hang, so they may run in the trainer's process.
-QUICK = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
+QUICK_VERIFIERS = (ExactMatch, Choice, QuestionAnswer, TruthfulAnswer)
 
 
 # Configuration of a reward: a verifier's name, the location of a function, a function, or a mapping with one of these
@@ -82,7 +82,7 @@ def build_weighted(field: str, reward: Reward) -> Weighted:
         raise ConfigurationError(
             f"{field}: {use!r} is none of {', '.join(VERIFIERS)}, and no file.py:function or module:function"
         )
-    source = Source.of(field, use) if isinstance(use, str) else Given(field, use)
+    source = Source.of(field, use) if isinstance(use, str) else FunctionObject(field, use)
     grader = FunctionGrader(field, source, source.digest())
     grader.check()
     return Weighted(str(custom_name or source.function), grader, float(weight))
@@ -120,7 +120,7 @@ def content(rewards: Any, digest: Any) -> Any:
     if isinstance(rewards, list | tuple):
         return [content(reward, digest) for reward in rewards]
     if callable(rewards):
-        return {"source": Given("task.rewards", rewards).digest()}
+        return {"source": FunctionObject("task.rewards", rewards).digest()}
     if isinstance(rewards, Mapping):
         rewards = judge_identity(rewards) if rewards.get("use") == "judge" else rewards
         return {key: content(value, digest) if key == "use" else value for key, value in rewards.items()}

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.rollouts.grade import Grade, Grader, Sample, charges_of, needs_group, ready
+from lightning_scalerl.rollouts.grade import Grade, Grader, Sample, charges_of, check_services, needs_group
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.user_code import Given, Source
-from lightning_scalerl.verify.grade_once import in_function
+from lightning_scalerl.user_code import FunctionObject, Source
+from lightning_scalerl.verify.grade_once import add_function_name
 from lightning_scalerl.verify.judge_client import JudgeError
 
 Form = Literal["trl", "verl", "sample", "answer"]
@@ -65,7 +65,7 @@ class FunctionGrader:
     """
 
     field: str
-    source: Source | Given
+    source: Source | FunctionObject
     digest: str = ""
 
     def prepare(self) -> None:
@@ -90,7 +90,7 @@ class FunctionGrader:
         try:
             return _CALL_BY_FORM[self._form](self._function, sample)
         except Exception as error:
-            raise in_function(error, self.source.function) from error.__cause__
+            raise add_function_name(error, self.source.function) from error.__cause__
 
     def grade_group(self, samples: Sequence[Sample]) -> Sequence[Grade | Exception]:
         """Grade the completions of a group: by one call in TRL's form, one by one in the other forms."""
@@ -99,7 +99,7 @@ class FunctionGrader:
         try:
             return _call_trl(self._function, samples)
         except Exception as error:
-            raise in_function(error, self.source.function) from error.__cause__
+            raise add_function_name(error, self.source.function) from error.__cause__
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
@@ -285,7 +285,7 @@ _CALL_BY_FORM: Mapping[Form, Callable[[Callable[..., Any], Sample], Grade]] = {
 }
 
 
-def _number(name: str, value: Any) -> float:
+def _finite_reward(name: str, value: Any) -> float:
     """Return a reward as a number; raise an error that names the reward if it is not a finite number."""
     if isinstance(value, str):
         raise TypeError(f"a reward is a number or None, not the text {value[:40]!r}, which {name} returned")
@@ -326,7 +326,7 @@ class RewardSum:
 
     def ready(self) -> Sequence[str]:
         """Send one request to each grader that is a service, to test it; return one line per service."""
-        return [line for reward in self.rewards for line in ready(reward.grader)]
+        return [line for reward in self.rewards for line in check_services(reward.grader)]
 
     @property
     def longest_s(self) -> float:
@@ -370,7 +370,9 @@ class RewardSum:
     def _weighted_sum(self, by_reward: Sequence[Grade]) -> Grade:
         grades = list(zip(self.rewards, by_reward, strict=True))
         numbers = {
-            reward.name: _number(reward.name, grade.reward) for reward, grade in grades if grade.reward is not None
+            reward.name: _finite_reward(reward.name, grade.reward)
+            for reward, grade in grades
+            if grade.reward is not None
         }
         parts: dict[str, float] = {}
         for reward, grade in grades:

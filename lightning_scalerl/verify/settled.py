@@ -18,14 +18,14 @@ class SettledFirst:
     def __init__(self, verifiers: Verifiers) -> None:
         self._verifiers = verifiers
         self._settled: dict[int, Outcome] = {}
-        self._next = -1  # tickets of settled outcomes are negative; the verifiers' tickets are not
+        self._next_ticket = -1  # tickets of settled outcomes are negative; the verifiers' tickets are not
 
     def submit(self, sample: Sample) -> int:
         """Queue a sample for grading unless its outcome is settled; return its ticket."""
         if sample.settled is None:
             return self._verifiers.submit(sample)
-        ticket = self._next
-        self._next -= 1
+        ticket = self._next_ticket
+        self._next_ticket -= 1
         self._settled[ticket] = sample.settled
         return ticket
 

@@ -32,7 +32,7 @@ _LEAD_IN = re.compile(r"\b(?:final answer|the answer|answer)\b\s*+(?:is\b)?\s*+:
 _MAX_CHARACTERS = 20_000
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """Normalise a text as for SQuAD: lower case, no punctuation, articles or surplus white space."""
     bare = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
@@ -51,7 +51,7 @@ def final_answer(text: str) -> str:
 
 def f1(prediction: str, gold: str) -> float:
     """Return the F1 score over the words of two texts, 0 to 1; 1 if both are empty."""
-    predicted_words, gold_words = normalized(prediction).split(), normalized(gold).split()
+    predicted_words, gold_words = normalize(prediction).split(), normalize(gold).split()
     if not predicted_words or not gold_words:
         return float(predicted_words == gold_words)
     common = sum((Counter(predicted_words) & Counter(gold_words)).values())
@@ -61,7 +61,7 @@ def f1(prediction: str, gold: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def golds(answer: Any) -> Sequence[str]:
+def accepted_answers(answer: Any) -> Sequence[str]:
     """Return the accepted answers as a list; a single answer becomes a list of one."""
     return [str(gold) for gold in answer] if isinstance(answer, list | tuple) else [str(answer)]
 
@@ -73,11 +73,11 @@ class ExactMatch:
     def grade(self, sample: Sample) -> Grade:
         """Compare the text after the thinking with the answers."""
         answer = sample.answer.strip()
-        return Grade(float(answer in [gold.strip() for gold in golds(sample.prompt.answer)]), answer=answer)
+        return Grade(float(answer in [gold.strip() for gold in accepted_answers(sample.prompt.answer)]), answer=answer)
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""
-        return golds(answer)[0], golds(answer)[0] + " not"
+        return accepted_answers(answer)[0], accepted_answers(answer)[0] + " not"
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,15 @@ class QuestionAnswer:
     def grade(self, sample: Sample) -> Grade:
         """Compare the final answer with the accepted answers, and record the best F1."""
         answer = final_answer(sample.answer)
-        accepted = golds(sample.prompt.answer)
-        exact = float(normalized(answer) in [normalized(gold) for gold in accepted])
+        accepted = accepted_answers(sample.prompt.answer)
+        exact = float(normalize(answer) in [normalize(gold) for gold in accepted])
         best_f1 = max((f1(answer, gold) for gold in accepted), default=0.0)
         reward = best_f1 if self.partial else exact
-        return Grade(reward, {"f1": best_f1}, correct=bool(exact), answer=normalized(answer))
+        return Grade(reward, {"f1": best_f1}, correct=bool(exact), answer=normalize(answer))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""
-        return f"The answer is {golds(answer)[0]}", "The answer is xyzzy plugh"
+        return f"The answer is {accepted_answers(answer)[0]}", "The answer is xyzzy plugh"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TruthfulAnswer:
         answer = final_answer(sample.answer)
         true = max((f1(answer, gold) for gold in sample.prompt.answer["true"]), default=0.0)
         false = max((f1(answer, gold) for gold in sample.prompt.answer["false"]), default=0.0)
-        return Grade(float(true > false), {"f1_true": true, "f1_false": false}, answer=normalized(answer))
+        return Grade(float(true > false), {"f1_true": true, "f1_false": false}, answer=normalize(answer))
 
     def known(self, answer: Any) -> tuple[str | None, str | None]:
         """Return a right completion and a wrong one."""

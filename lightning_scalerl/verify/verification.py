@@ -130,12 +130,12 @@ class ErrorWatch:
 
     def __init__(self, settings: Verification) -> None:
         self._settings = settings
-        self._recent: deque[bool] = deque(maxlen=WINDOW)
-        self._shown: list[str] = []
+        self._recent_failures: deque[bool] = deque(maxlen=WINDOW)
+        self._latest_errors: list[str] = []
         self._counts = {"scored": 0, "abstained": 0, "errors": 0, "timeouts": 0, "retried": 0}
-        self._seconds = 0.0
+        self._total_s = 0.0
         self._slowest_s = 0.0
-        self._empty = 0
+        self._empty_steps = 0
 
     def observe(self, prompt: Prompt, outcome: Outcome) -> None:
         """Count one outcome.
@@ -144,26 +144,26 @@ class ErrorWatch:
             RewardError: the outcome is an error and `on_error` is "stop", or the error rate is too high.
         """
         failed = outcome.kind == "error"
-        self._recent.append(failed)
+        self._recent_failures.append(failed)
         self._counts[{"score": "scored", "abstain": "abstained", "error": "errors"}[outcome.kind]] += 1
         # The reason for a timeout begins with these words (`VerifierPool._end_overruns`).
         self._counts["timeouts"] += failed and outcome.why.startswith("timed out")
         self._counts["retried"] += outcome.attempts > 1
-        self._seconds += outcome.seconds
+        self._total_s += outcome.seconds
         self._slowest_s = max(self._slowest_s, outcome.seconds)
         if not failed:
             return
-        self._shown.append(f"prompt {prompt.prompt_id!r}: {outcome.why}")
+        self._latest_errors.append(f"prompt {prompt.prompt_id!r}: {outcome.why}")
         if self._counts["errors"] <= SHOWN or self._counts["errors"] % LOGGED_EVERY == 0:
-            log.warning("verifier: error %d, %s", self._counts["errors"], self._shown[-1])
-        del self._shown[:-SHOWN]
-        errors = sum(self._recent)
+            log.warning("verifier: error %d, %s", self._counts["errors"], self._latest_errors[-1])
+        del self._latest_errors[:-SHOWN]
+        errors = sum(self._recent_failures)
         if self._settings.on_error == "stop":
             self._stop("one completion could not be graded, and verify.on_error=stop")
         # Divide by at least MIN_OUTCOMES: one error among the first ten outcomes does not make a rate of a tenth.
-        if errors > self._settings.max_error_share * max(MIN_OUTCOMES, len(self._recent)):
+        if errors > self._settings.max_error_share * max(MIN_OUTCOMES, len(self._recent_failures)):
             self._stop(
-                f"{errors} of the last {len(self._recent)} completions could not be graded, more than "
+                f"{errors} of the last {len(self._recent_failures)} completions could not be graded, more than "
                 f"verify.max_error_share={self._settings.max_error_share:g}"
             )
 
@@ -173,8 +173,8 @@ class ErrorWatch:
         Raises:
             RewardError: the batch has errors and no score, or no batch has had a score for `MAX_EMPTY_STEPS` steps.
         """
-        self._empty = 0 if scored else self._empty + 1
-        if self._empty >= MAX_EMPTY_STEPS:
+        self._empty_steps = 0 if scored else self._empty_steps + 1
+        if self._empty_steps >= MAX_EMPTY_STEPS:
             raise RewardError(
                 f"reward: for {MAX_EMPTY_STEPS} steps no completion has had a score, up to step {step}: the "
                 "verifier abstains"
@@ -184,41 +184,41 @@ class ErrorWatch:
 
     def _stop(self, reason: str) -> None:
         raise RewardError(
-            f"reward: {reason} ({'; '.join(self._shown)}); mend the verifier, then the same command goes on"
+            f"reward: {reason} ({'; '.join(self._latest_errors)}); mend the verifier, then the same command goes on"
         )
 
     @property
     def last_errors(self) -> Sequence[str]:
         """Latest errors, one line per error."""
-        return tuple(self._shown)
+        return tuple(self._latest_errors)
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of outcomes since the beginning of the run, and grading times in seconds."""
         graded = max(1, sum(self._counts[name] for name in ("scored", "abstained", "errors")))
         return {
             **{f"verify/{name}": float(count) for name, count in self._counts.items()},
-            "time/verify_mean_s": self._seconds / graded,
+            "time/verify_mean_s": self._total_s / graded,
             "time/verify_slowest_s": self._slowest_s,
-            "time/verify_total_s": self._seconds,
+            "time/verify_total_s": self._total_s,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts, for a checkpoint."""
         return {
-            "recent": list(self._recent),
-            "shown": list(self._shown),
+            "recent": list(self._recent_failures),
+            "shown": list(self._latest_errors),
             "counts": dict(self._counts),
-            "seconds": [self._seconds, self._slowest_s],
-            "empty": self._empty,
+            "seconds": [self._total_s, self._slowest_s],
+            "empty": self._empty_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore all counts from a checkpoint."""
-        self._recent = deque(state["recent"], maxlen=WINDOW)
-        self._shown = list(state["shown"])
+        self._recent_failures = deque(state["recent"], maxlen=WINDOW)
+        self._latest_errors = list(state["shown"])
         self._counts |= state["counts"]
-        self._seconds, self._slowest_s = state["seconds"]
-        self._empty = state.get("empty", 0)
+        self._total_s, self._slowest_s = state["seconds"]
+        self._empty_steps = state.get("empty", 0)
 
 
 def check_verifiers(verifiers: Verifiers, known: Sequence[Known], passes: Callable[[Outcome], bool]) -> str:

@@ -28,7 +28,7 @@ _FILLERS = frozenset((
 ))  # fmt: skip
 CONNECTORS = frozenset({"and", "or"})
 _NEGATIONS = frozenset({"not", "no", "never", "none", "without", "non", "except"})
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # Words that are never a product of variables, even outside of \text{}.
 _LOGIC = (
     "and|or|not|odd|even|yes|no|true|false|none|prime|positive|negative|undefined|increasing|decreasing|percent|degrees?|"
@@ -47,7 +47,7 @@ _WORD = re.compile(
     r"(?:\^\{?(?P<power_unit>\d)\}?)?",
     re.IGNORECASE,
 )
-_NO_WORDS = frozenset((
+_FUNCTION_NAMES = frozenset((
     "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "pi", "sqrt", "infty", "infinity", "inf", "gcd",
     "lcm", "mod",
 ))  # fmt: skip
@@ -83,7 +83,7 @@ def separate_words(text: str) -> AnswerParts:
         matched_words = _words_of(match)
         if matched_words is None:
             return match[0]
-        power = next((SCALES[word] for word in matched_words[:1] if word in SCALES), None)
+        power = next((POWERS_OF_TEN[word] for word in matched_words[:1] if word in POWERS_OF_TEN), None)
         if scale and power:
             return f" \\cdot 10^{{{power}}} "
         if not scale:
@@ -104,7 +104,7 @@ def _words_of(match: re.Match[str]) -> list[str] | None:
         return canonical_words(f"degree{scale}")
     if match["sign"]:
         return ["percent" if "%" in match["sign"] else "dollar"]
-    if match["behind"] and match["behind"].split()[0].lower() in _NO_WORDS:
+    if match["behind"] and match["behind"].split()[0].lower() in _FUNCTION_NAMES:
         return None
     matched = match["text"] or match["logic"] or match["behind"] or match["unit"] or ""
     return canonical_words(matched, match["power"] or match["power_behind"] or match["power_unit"])

@@ -29,7 +29,7 @@ from lightning_scalerl.axes.resampling import NoPositiveResampling, Resampling, 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.rollouts.grade import Grade, Grader, Sample
-from lightning_scalerl.rollouts.rollout import Prompt, Rollout, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Prompt, Rollout, packed, unpack_rollouts
 from lightning_scalerl.stream.prompts import PoolExhaustedError, PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
 from lightning_scalerl.task.base import RewardScale, Task, check_curriculum
@@ -475,7 +475,7 @@ def test_a_group_keeps_the_reward_stage_of_its_admission_across_a_resume(step: i
         assert rollout.grade == ones + (twos or 0.0) and rollout.correct is (ones >= 0.5)
         assert rollout.staged is (factor < 1 and ones > 0)
     assert group.pass_rate == 0.75
-    assert unpacked(packed(group.rollouts)) == group.rollouts
+    assert unpack_rollouts(packed(group.rollouts)) == group.rollouts
 
 
 def test_a_checkpoint_of_an_earlier_version_resumes_without_stages() -> None:

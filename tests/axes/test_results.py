@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl import DAPO, DesignChoice, NoFilter, NoNormalization
-from lightning_scalerl.axes.results import number, positive_count, shaped, shaped_alike, true_or_false
+from lightning_scalerl.axes.results import check_bool, check_shape, check_shapes, number, positive_count
 from lightning_scalerl.checks import CannotGoOnError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.measure.step_metrics import Pass, _ratio_metrics
@@ -97,12 +97,12 @@ def test_right_results_pass() -> None:
 def test_scalars_are_checked() -> None:
     straight = Straight()
     assert number(straight, "adjust_reward", torch.tensor(0.5)) == 0.5
-    assert positive_count(straight, "completions", 3) == 3 and true_or_false(straight, "keep", False) is False
+    assert positive_count(straight, "completions", 3) == 3 and check_bool(straight, "keep", False) is False
     for wrong in (None, float("nan"), torch.ones(2), "1"):
         with pytest.raises(CannotGoOnError, match=r"^bend: Straight\.adjust_reward returned .* must return a finite"):
             number(straight, "adjust_reward", wrong)
     for wrong in (None, 0, 2.0, True):
         with pytest.raises(CannotGoOnError, match="must return a whole number, 1 or more"):
             positive_count(straight, "completions", wrong)
-    assert shaped(straight, "x", torch.ones(2), (2,)).sum() == 2
-    assert shaped_alike(straight, "x", (torch.ones(1),), [torch.ones(1)])[0] == 1
+    assert check_shape(straight, "x", torch.ones(2), (2,)).sum() == 2
+    assert check_shapes(straight, "x", (torch.ones(1),), [torch.ones(1)])[0] == 1

@@ -35,8 +35,8 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Group, Source, TrainBatch
-from lightning_scalerl.stream.credit import assemble, remember
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.stream.credit import assemble, update_moments
+from lightning_scalerl.update.token_credit import token_advantages
 from tests.examples import examples
 from tests.helpers import make_group, row
 
@@ -181,7 +181,7 @@ def test_credit_of_a_batch_by_hand(gae: GAE) -> None:
     choices = by_token(gae)
     batch = scored(groups_of(), choices)
     assert batch.forced_mask.any() and not batch.advantages.any(), "without values there is no credit yet"
-    ours = token_credit(batch, choices, alone)
+    ours = token_advantages(batch, choices, alone)
     advantages, returns = credit_by_hand(batch, choices, rewards_of(batch))
     assert ours.returns is not None
     assert torch.allclose(ours.advantages, advantages, atol=1e-6) and torch.allclose(ours.returns, returns, atol=1e-6)
@@ -192,7 +192,7 @@ def test_credit_of_a_batch_by_hand(gae: GAE) -> None:
 def test_credit_within_groups_is_unchanged() -> None:
     choices = row(BatchNormalization(), Proximal())
     batch = scored(groups_of(), choices)
-    credited_batch = token_credit(batch, choices, alone, remember=True)
+    credited_batch = token_advantages(batch, choices, alone, update_statistics=True)
     assert torch.equal(credited_batch.advantages, batch.advantages) and credited_batch.returns is None
 
 
@@ -215,15 +215,15 @@ def test_kl_lowers_the_reward_of_each_token(kl: Any) -> None:
             gap = float(batch.reference_logprobs[at, place] - batch.anchor_logprobs[at, place])
             rewards[at][place] -= coefficient * (math.exp(gap) - gap - 1) * float(batch.loss_mask[at, place])
     advantages, returns = credit_by_hand(batch, choices, rewards)
-    ours = token_credit(batch, choices, alone)
+    ours = token_advantages(batch, choices, alone)
     assert ours.returns is not None
     assert torch.allclose(ours.advantages, advantages, atol=1e-5) and torch.allclose(ours.returns, returns, atol=1e-5)
-    without_kl = token_credit(batch, by_token(GAE(0.9, 0.8)), alone)
+    without_kl = token_advantages(batch, by_token(GAE(0.9, 0.8)), alone)
     assert not torch.allclose(ours.advantages, without_kl.advantages, atol=1e-2)
     # A forced token has no penalty, because the policy did not choose it.
     for junk in (5.0, math.nan):
         forced = torch.where(batch.forced_mask, junk, batch.reference_logprobs)
-        disturbed = token_credit(replace(batch, reference_logprobs=forced), choices, alone)
+        disturbed = token_advantages(replace(batch, reference_logprobs=forced), choices, alone)
         assert torch.equal(disturbed.advantages, ours.advantages)
 
 
@@ -259,12 +259,12 @@ def test_a_batch_of_tokens_has_one_scale(ddof: int, centre: bool) -> None:
     """Each credited token counts once, whatever its rollout's length. Forced tokens and padding do not count."""
     unscaled_choices = by_token()
     batch = scored(groups_of(), unscaled_choices)
-    raw = token_credit(batch, unscaled_choices, alone)
+    raw = token_advantages(batch, unscaled_choices, alone)
     numbers = credited(batch, raw.advantages)
     deviation = (statistics.pstdev if ddof == 0 else statistics.stdev)(numbers)
     shift = statistics.fmean(numbers) if centre else 0.0
     choices = by_token(BatchNormalization(ddof, 1e-3, centre))
-    scaled = token_credit(batch, choices, alone)
+    scaled = token_advantages(batch, choices, alone)
     expected = torch.where(batch.loss_mask > 0, (raw.advantages - shift) / (deviation + 1e-3), 0.0)
     assert abs(statistics.fmean(numbers)) > 0.05, "with a mean near zero, centring would not show"
     assert torch.allclose(scaled.advantages, expected, atol=1e-5)
@@ -280,8 +280,8 @@ def test_a_single_token_is_not_scaled() -> None:
     group.rollouts[0].sources[0] = Source.SAMPLED
     batch = scored([group], choices)
     assert batch.denominators.tokens == 1
-    scaled = token_credit(batch, choices, alone)
-    assert torch.equal(scaled.advantages, token_credit(batch, by_token(), alone).advantages)
+    scaled = token_advantages(batch, choices, alone)
+    assert torch.equal(scaled.advantages, token_advantages(batch, by_token(), alone).advantages)
 
 
 NUMBERS = st.lists(st.floats(-5, 5, width=32), max_size=12)
@@ -304,7 +304,7 @@ def test_moments_add_up(parts: list[list[float]], ddof: int) -> None:
 
 def steps_by_token(choices: Choices, seeds: Sequence[int]) -> list[Tensor]:
     """Advantages of successive training steps, with credit per token."""
-    return [token_credit(scored(groups_of(seed), choices, seed), choices, alone, True).advantages for seed in seeds]
+    return [token_advantages(scored(groups_of(seed), choices, seed), choices, alone, True).advantages for seed in seeds]
 
 
 def steps_by_group(choices: Choices, seeds: Sequence[int]) -> list[Tensor]:
@@ -312,7 +312,7 @@ def steps_by_group(choices: Choices, seeds: Sequence[int]) -> list[Tensor]:
     advantages = []
     for seed in seeds:
         groups = groups_of(seed, ((1.0, 0.0, 0.1 * seed), (0.0, 1.0 + seed, 1.0)))
-        remember(groups, choices)
+        update_moments(groups, choices)
         advantages.append(assemble(groups, choices, 9).advantages[:, 0])
     return advantages
 
@@ -360,10 +360,10 @@ def test_crediting_a_batch_twice_does_not_change_the_statistics() -> None:
     advantages = []
     for seed in (1, 2, 3):
         batch = scored(groups_of(seed), twice, seed)
-        token_credit(batch, twice, alone)
-        advantages.append(token_credit(batch, twice, alone, remember=True).advantages)
-        assert torch.equal(token_credit(batch, twice, alone).advantages, advantages[-1])
-        remember(groups_of(seed), twice)  # no effect: with GAE, the stream has no advantages to remember
+        token_advantages(batch, twice, alone)
+        advantages.append(token_advantages(batch, twice, alone, update_statistics=True).advantages)
+        assert torch.equal(token_advantages(batch, twice, alone).advantages, advantages[-1])
+        update_moments(groups_of(seed), twice)  # no effect: with GAE, the stream has no advantages to remember
     assert all(map(torch.equal, advantages, expected))
 
 
@@ -436,11 +436,11 @@ def check_ranks(cuts: Sequence[int], normalization: Callable[[], Normalization])
     for seed in (1, 2, 3):
         batch = scored(groups_of(seed), one, seed)
         parts = [batch.select(part) for part in torch.tensor_split(torch.arange(batch.rollouts), list(cuts))]
-        whole = token_credit(batch, one, alone, remember=True)
+        whole = token_advantages(batch, one, alone, update_statistics=True)
         choices_by_part = {id(part): choices for part, choices in zip(parts, several, strict=True)}
 
         def credit(part: TrainBatch, sums: Any, choices_by_part: dict[int, Choices] = choices_by_part) -> TrainBatch:
-            return token_credit(part, choices_by_part[id(part)], sums, remember=True)
+            return token_advantages(part, choices_by_part[id(part)], sums, update_statistics=True)
 
         for part, credited_part in zip(parts, on_ranks(parts, credit), strict=True):
             width = credited_part.advantages.shape[1]
@@ -465,7 +465,7 @@ def test_a_rank_without_rows_takes_part_in_the_scale(normalization: Any) -> None
 def test_an_empty_batch_gets_empty_credit() -> None:
     choices = by_token(BatchNormalization(centre=True), FixedKL(where="reward"))
     empty = scored([], choices)
-    credited = token_credit(empty, choices, alone, remember=True)
+    credited = token_advantages(empty, choices, alone, update_statistics=True)
     assert credited.returns is not None and credited.advantages.numel() == credited.returns.numel() == 0
 
 
@@ -478,7 +478,7 @@ FULL, HALF = Precision("bf16"), Precision("bf16", fp32_advantage=False)
 def test_advantages_are_rounded_where_precision_says_so(kind: Any) -> None:
     def credit(precision: Precision) -> Tensor:
         choices = kind(precision, BatchNormalization())
-        return token_credit(scored(groups_of(), choices), choices, alone).advantages
+        return token_advantages(scored(groups_of(), choices), choices, alone).advantages
 
     exact, rounded = credit(FULL), credit(HALF)
     assert rounded.dtype == torch.float32
@@ -498,9 +498,9 @@ def test_kl_uses_rounded_log_probabilities_where_precision_says_so() -> None:
         reference_logprobs=batch.reference_logprobs.bfloat16().float(),
     )
     full = by_token(kl, Precision("bf16"), GAE(1.0, 0.0))
-    advantages = token_credit(batch, choices, alone).advantages
-    assert torch.equal(advantages, token_credit(rounded, full, alone).advantages)
-    assert not torch.equal(advantages, token_credit(batch, full, alone).advantages)
+    advantages = token_advantages(batch, choices, alone).advantages
+    assert torch.equal(advantages, token_advantages(rounded, full, alone).advantages)
+    assert not torch.equal(advantages, token_advantages(batch, full, alone).advantages)
 
 
 def test_invalid_pairs_are_refused() -> None:

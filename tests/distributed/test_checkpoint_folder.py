@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from lightning_scalerl import ConfigurationError, RolloutDataModule, ScaleRL
 from lightning_scalerl.callbacks.checkpointing import checkpoints, newest_checkpoint, unusable
 from lightning_scalerl.distributed import shard_files
-from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, outline
+from lightning_scalerl.distributed.checkpoint_folder import INDEX, META, load_outline
 from lightning_scalerl.distributed.shard_files import read_whole
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.generator.torch.generator import TorchGenerator
@@ -330,9 +330,9 @@ def test_loading_by_path_checks_that_the_folder_is_whole_and_of_this_model(
         trainer.fit(ScaleRL(other, **options), datamodule=RolloutDataModule(CountingTask()), ckpt_path=str(folder))
     shutil.copytree(folder, half := tmp_path / "half.ckpt")
     remove_part(half)
-    for load in (ScaleRL.load_from_checkpoint, outline):
+    for load in (ScaleRL.load_from_checkpoint, load_outline):
         with pytest.raises(ConfigurationError, match=r"half.ckpt' lacks __1_0.distcp[^\n]*; give a whole checkpoint"):
-            load(half, **(options if load is not outline else {}))
+            load(half, **(options if load is not load_outline else {}))
     shutil.copytree(folder, part := tmp_path / "step-00000002.abc.part")
     with pytest.raises(ConfigurationError, match="is what a broken save has left"):
         ScaleRL.load_from_checkpoint(part, model=load_model(tiny_model_path), **options)
@@ -410,7 +410,7 @@ def test_a_members_folder_is_exported_resumed_and_cleaned_up(
     saved = saved_weights(run)
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        fill = export.fill
+        fill = export.read_into
         patch.setattr(export, "fill", lambda *overrides: (read.append(len(overrides[-1])), fill(*overrides)))
         patch.setattr(export, "save_model", None)
         assert main(["export", str(run), str(tmp_path / "model")]) == 0

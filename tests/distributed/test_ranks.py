@@ -34,7 +34,7 @@ from lightning_scalerl.distributed.sharded import ShardedStrategy
 from lightning_scalerl.distributed.start import STRATEGIES, free_devices, process_rank, trainer_settings
 from lightning_scalerl.member.identify import STRATEGIES as KNOWN
 from lightning_scalerl.model.load import load_model, load_tokenizer
-from lightning_scalerl.model.shared_prompt import sequences
+from lightning_scalerl.model.shared_prompt import batch_of_sequences
 from lightning_scalerl.rollouts.rollout import PassSize, whole
 from lightning_scalerl.verify.verification import RewardError
 from sweeps.executor.failure import kind_of
@@ -416,7 +416,7 @@ def test_rows_of_all_ranks_are_the_batch(count: int, tokens: int | None) -> None
 def test_ranks_get_equal_tokens_if_passes_are_limited_by_tokens() -> None:
     """Counts differ by at most the shortest row. Dealt out by rows, the first rank gets the longer row each time."""
     lengths, start = torch.arange(2, 66).flip(0), torch.ones(64, dtype=torch.int64)
-    batch = sequences(torch.zeros(64, 65, dtype=torch.int64), start, lengths, torch.zeros_like(start))
+    batch = batch_of_sequences(torch.zeros(64, 65, dtype=torch.int64), start, lengths, torch.zeros_like(start))
     batch.row = torch.arange(64)
 
     def tokens(size: PassSize) -> list[int]:

@@ -17,7 +17,7 @@ from lightning_scalerl.axes.aggregation import TokenAggregation
 from lightning_scalerl.axes.loss import DAPO
 from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.distributed.shard_files import read_whole
-from lightning_scalerl.distributed.sharded import gathered
+from lightning_scalerl.distributed.sharded import gather_state
 from lightning_scalerl.model import policy
 from lightning_scalerl.model.load import load_model
 from lightning_scalerl.update import trained
@@ -39,7 +39,7 @@ EVERYTHING = (
 def weights(module: ScaleRL) -> str:
     """Return a digest of all weights, gathered on every rank."""
     digest = hashlib.sha256()
-    for tensor in gathered(module.policy.state_dict(), keep=True).values():
+    for tensor in gather_state(module.policy.state_dict(), keep=True).values():
         digest.update(tensor.float().numpy().tobytes())
     return digest.hexdigest()
 
@@ -151,7 +151,7 @@ def test_export_validate_and_another_fit_after_a_sharded_fit(tiny_model_path: st
 
         def count_gathered(state: Any, keep: bool) -> dict[str, Any]:
             gathered_at_once.append(len(state))
-            return gathered(state, keep)
+            return gather_state(state, keep)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trained, "gathered", count_gathered)
@@ -227,7 +227,7 @@ def test_an_adapter_in_bf16_is_sharded_and_resumes(tiny_model_path: str, tmp_pat
 
     def work(rank: int) -> str:
         module = fit(tiny_model_path, tmp_path / "run", 2, steps=2, strategy="fsdp2", **options)
-        types = {name: value.dtype for name, value in gathered(module.policy.model.state_dict(), keep=True).items()}
+        types = {name: value.dtype for name, value in gather_state(module.policy.model.state_dict(), keep=True).items()}
         assert {types[name] for name in types if "base_layer" in name} == {torch.bfloat16}
         assert {types[name] for name in types if "base_layer" not in name} == {torch.float32}
         return weights(module)

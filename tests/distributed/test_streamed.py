@@ -22,7 +22,7 @@ from lightning_scalerl.callbacks.checkpointing import newest_checkpoint
 from lightning_scalerl.distributed.sharded import is_sharded, shard, whole_tensor
 from lightning_scalerl.model import files as of_files
 from lightning_scalerl.model.adapter import has_adapter
-from lightning_scalerl.model.files import WeightFiles, is_blank, load_blank
+from lightning_scalerl.model.files import WeightFiles, has_no_data, load_blank
 from lightning_scalerl.model.load import fingerprint, load_model, load_tokenizer
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.model.value import ValueModel
@@ -56,7 +56,7 @@ def test_weights_read_in_parts_equal_loaded_weights(family: str, tmp_path: Path)
 def check_parts(source: str, mesh: DeviceMesh) -> None:
     plain = load_model(source)
     model, files = empty_or_loaded_model(source, NoAdapter())
-    assert isinstance(files, WeightFiles) and is_blank(model) and not is_blank(plain)
+    assert isinstance(files, WeightFiles) and has_no_data(model) and not has_no_data(plain)
     assert fingerprint(model, files.read) == fingerprint(plain)
     roots = {
         "policy": (Policy(model, Precision("fp32")), Policy(plain, Precision("fp32"))),
@@ -101,7 +101,7 @@ def test_a_hub_id_reads_the_files_cached_on_this_machine(tmp_path: Path, monkeyp
 def test_families_that_convert_weights_are_loaded_whole(family: str, tmp_path: Path) -> None:
     source = str(save(FAMILIES[family], tmp_path / "source"))
     model, why = empty_or_loaded_model(source, NoAdapter())
-    assert why == "its family converts weights while loading them" and not is_blank(model)
+    assert why == "its family converts weights while loading them" and not has_no_data(model)
 
 
 def test_unsupported_weights_and_buffers_are_loaded_whole(
@@ -226,7 +226,7 @@ def test_the_model_is_loaded_whole_if_it_cannot_be_streamed(tiny_model_path: str
     """A run of one process and a run with an adapter cannot stream. The run says why once and trains as usual."""
     plain = fit(tiny_model_path, tmp_path / "plain", False, steps=2)
     module = fit(tiny_model_path, tmp_path / "asked", True, steps=2)
-    assert not is_blank(module.policy)
+    assert not has_no_data(module.policy)
     notices = [line for line in module.began if "every rank reads the whole" in line]
     assert len(notices) == 1 and notices[0].endswith('because only Trainer(strategy="fsdp2") shards it')
     one, two = (read_journal(tmp_path / name) for name in ("plain", "asked"))

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_scalerl import ConfigurationError, RolloutDataModule
 from lightning_scalerl.axes.precision import Precision
-from lightning_scalerl.distributed.sharded import ShardedStrategy, own_part, part_like, shard, whole_tensor
+from lightning_scalerl.distributed.sharded import ShardedStrategy, local_shard, shard, shard_like, whole_tensor
 from lightning_scalerl.distributed.start import trainer_settings
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.model import head
@@ -225,9 +225,9 @@ def test_uneven_weights_are_gathered_and_cut_again(tmp_path: Path) -> None:
         for name, split in model.state_dict().items():
             assert isinstance(split, DTensor) and split.device_mesh.ndim == 2
             assert torch.equal(whole_tensor(split), whole[name]), name
-            rebuilt = part_like(whole[name], split)
+            rebuilt = shard_like(whole[name], split)
             assert rebuilt.placements == split.placements and torch.equal(rebuilt.to_local(), split.to_local()), name
-            part, place = own_part(split)
+            part, place = local_shard(split)
             assert place is not None and torch.equal(whole[name][place], part), name
 
     on_mesh(tmp_path, 2, 2, work)

@@ -161,7 +161,7 @@ def test_a_group_finished_by_an_engine_thought_lost_is_not_sent_again() -> None:
     ledger = Ledger()
     ledger.submit(request(0, 1))
     ((_, sent),) = ledger.assign({"a": 4})
-    ledger.keep_only([])
+    ledger.requeue_others([])
     assert ledger.unassigned == 1
     assert ledger.record_finished(finished(sent.key, 0))
     assert ledger.unassigned == 0 and not ledger.assign({"b": 4})
@@ -174,7 +174,7 @@ def test_groups_of_a_lost_engine_are_sent_before_later_groups(lost: str) -> None
         ledger.submit(request(key, 2))
     first = ledger.assign({"a": 2, "b": 2})
     assert [(engine, item.random_key[1]) for engine, item in first] == [("a", 0), ("b", 1)]
-    ledger.keep_only([{"a": "b", "b": "a"}[lost]])
+    ledger.requeue_others([{"a": "b", "b": "a"}[lost]])
     reassigned = ledger.assign({"c": 9})
     assert [item.random_key[1] for _, item in reassigned] == [0 if lost == "a" else 1, 2, 3]
 
@@ -213,5 +213,5 @@ def test_waiting_rollouts() -> None:
     # The engine sampled rollout 1 again, but it was already returned as finished.
     assert not ledger.record_waiting(second, "a") and not ledger.all_waiting()
     assert ledger.record_waiting(first, "a")
-    ledger.keep_only(["b"])
+    ledger.requeue_others(["b"])
     assert not ledger.all_waiting() and not ledger.collect_waiting() and ledger.unassigned == 2

@@ -120,9 +120,9 @@ def test_gpus_are_selected_among_the_visible_ones(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if selected is None:
         with pytest.raises(ConfigurationError, match=f"^--gpus {numbers}: this process sees "):
-            vllm_serve.take_gpus(numbers)
+            vllm_serve.restrict_gpus(numbers)
     else:
-        vllm_serve.take_gpus(numbers)
+        vllm_serve.restrict_gpus(numbers)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == selected
 
 

@@ -33,7 +33,7 @@ from lightning_scalerl.generator.vllm.generator import VLLMGenerator
 from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.serve import Server, main, prepare, serve
 from lightning_scalerl.generator.vllm.teacher import VLLMTeacher
-from lightning_scalerl.generator.vllm.weights import Control
+from lightning_scalerl.generator.vllm.weights import TransferRoutes
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.stream.credit import assemble
 from tests.generator.sampling import with_sampling
@@ -290,7 +290,7 @@ def test_an_interrupted_update_does_not_affect_the_next_connection(server: Serve
     generator.close()
 
     half = connect(server, other, bucket_mib=0.02)
-    control = Control(half._connection, 30.0)
+    control = TransferRoutes(half._connection, 30.0)
     finish, control.finish_weight_update = control.finish_weight_update, lambda *_: None  # type: ignore[method-assign]
     assert finish
     half._sender._control = control

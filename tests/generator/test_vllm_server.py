@@ -27,7 +27,7 @@ from lightning_scalerl.generator.vllm import http as vllm_http
 from lightning_scalerl.generator.vllm import stream as vllm_stream
 from lightning_scalerl.generator.vllm.announced import Announcement
 from lightning_scalerl.generator.vllm.client import VLLMServerGenerator
-from lightning_scalerl.generator.vllm.engine import keep_workspaces
+from lightning_scalerl.generator.vllm.engine import keep_cublas_workspaces
 from lightning_scalerl.generator.vllm.http import EngineLostError
 from lightning_scalerl.generator.vllm.plugin import IDLE
 from lightning_scalerl.generator.vllm.stream import Tokens
@@ -50,7 +50,7 @@ def test_lightning_keeps_the_workspaces_of_an_engines_graphs(monkeypatch: pytest
     accelerator: Any = cuda.CUDAAccelerator()
     accelerator.teardown()
     assert freed == ["workspaces", "cache"]
-    keep_workspaces()
+    keep_cublas_workspaces()
     accelerator.teardown()
     assert freed == ["workspaces", "cache", "cache"]
 

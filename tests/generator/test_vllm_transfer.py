@@ -16,7 +16,7 @@ import torch
 
 from lightning_scalerl.generator.vllm.engine import meta_model
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError
-from lightning_scalerl.generator.vllm.weights import Control, EngineSender
+from lightning_scalerl.generator.vllm.weights import EngineSender, TransferRoutes
 from tests.generator.stand_in import TOKEN, StandIn
 from tests.generator.test_vllm import new_model
 
@@ -31,9 +31,9 @@ def server() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def control(server: StandIn) -> Iterator[Control]:
+def control(server: StandIn) -> Iterator[TransferRoutes]:
     connection = Connection(server.address, TOKEN)
-    yield Control(connection, 10.0)
+    yield TransferRoutes(connection, 10.0)
     connection.close()
 
 
@@ -52,7 +52,7 @@ def replace_checked(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wor
     monkeypatch.setattr(module, name, fake)
 
 
-def sender(control: Control, backend: str, model: Any, bucket_bytes: int = 50_000) -> EngineSender:
+def sender(control: TransferRoutes, backend: str, model: Any, bucket_bytes: int = 50_000) -> EngineSender:
     return EngineSender(
         control,
         backend,
@@ -69,7 +69,7 @@ def sent_names(model: Any) -> set[str]:
 
 
 def test_nccl_sends_all_weights_in_the_policys_dtype(
-    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control, model: Any
+    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: TransferRoutes, model: Any
 ) -> None:
     from vllm.distributed.weight_transfer import nccl_engine
 
@@ -107,7 +107,7 @@ def test_nccl_sends_all_weights_in_the_policys_dtype(
 
 @pytest.mark.parametrize("bucket_bytes", [50_000, 1_000])
 def test_cuda_ipc_sends_all_weights_in_buckets(
-    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control, model: Any, bucket_bytes: int
+    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: TransferRoutes, model: Any, bucket_bytes: int
 ) -> None:
     from vllm.distributed.weight_transfer import ipc_engine
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
@@ -153,7 +153,7 @@ def test_cuda_ipc_sends_all_weights_in_buckets(
 
 
 def test_a_broken_group_is_a_lost_engine(
-    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: Control, model: Any
+    monkeypatch: pytest.MonkeyPatch, server: StandIn, control: TransferRoutes, model: Any
 ) -> None:
     from vllm.distributed.weight_transfer import nccl_engine
 

@@ -11,7 +11,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import Group, Prompt, Rollout, TrainBatch
-from lightning_scalerl.stream.credit import lay_out
+from lightning_scalerl.stream.credit import to_tensors
 
 # Lengths of the two answers of a rollout, by the rollout's index.
 ANSWERS = ((1, 5), (4, 2), (0, 6), (3, 3))
@@ -70,4 +70,4 @@ def largest_gap(models: Mapping[int, Any], prompt: Sequence[int], rollout: Rollo
 
 def one_row(prompt: Sequence[int], rollout: Rollout) -> TrainBatch:
     """Return a batch of one rollout."""
-    return lay_out([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, [1.0], 1, 0)])
+    return to_tensors([(Group(0, Prompt("p", "", ""), list(prompt), [rollout]), rollout, [1.0], 1, 0)])

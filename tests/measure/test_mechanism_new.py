@@ -45,8 +45,8 @@ from lightning_scalerl.distributed.ranks import Ranks
 from lightning_scalerl.measure.mechanism import MechanismCounters
 from lightning_scalerl.model.policy import Policy
 from lightning_scalerl.rollouts.rollout import Group, Source, TrainBatch
-from lightning_scalerl.stream.credit import assemble, remember
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.stream.credit import assemble, update_moments
+from lightning_scalerl.update.token_credit import token_advantages
 from lightning_scalerl.update.trained import TrainedPolicy
 from tests.helpers import fit, make_group, row
 from tests.test_module import Keep
@@ -68,7 +68,7 @@ def batch_of(choices: Choices, groups: list[Group], drift: float = 0.0, away: fl
     These differ from the generator's by about `drift`, and a reference differs from them by about `away`. A critic has
     a random value for every token.
     """
-    remember(groups, choices)
+    update_moments(groups, choices)
     batch = assemble(groups, choices, max_new_tokens=8)
     source = torch.Generator().manual_seed(1)
     noise, reference_noise, values = torch.randn(3, *batch.loss_mask.shape, generator=source)
@@ -80,7 +80,9 @@ def batch_of(choices: Choices, groups: list[Group], drift: float = 0.0, away: fl
         outputs["reference_logprobs"] = logprobs + away * reference_noise * batch.loss_mask
     if choices.critic.has_values:
         outputs["values"] = values * batch.loss_mask
-    return token_credit(replace(batch, **outputs), choices, lambda numbers: numbers, remember=True), logprobs
+    return token_advantages(
+        replace(batch, **outputs), choices, lambda numbers: numbers, update_statistics=True
+    ), logprobs
 
 
 class CountedRun:

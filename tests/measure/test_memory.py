@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import load_recipe
-from lightning_scalerl.distributed.sharded import own_part
+from lightning_scalerl.distributed.sharded import local_shard
 from lightning_scalerl.measure.memory import LiveBytes, Memory, advice, measure, predict_memory
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
@@ -92,7 +92,7 @@ def measured_bytes(built: nn.Module, settings: Recipe, split: Callable[[nn.Modul
         parameter.grad = torch.zeros_like(parameter)
     counted = LiveBytes() if split is None else LiveBytesOfARank()
     for tensor in [*built.parameters(), *built.buffers(), *(parameter.grad for parameter in built.parameters())]:
-        counted.watch(own_part(tensor)[0])  # type: ignore[arg-type]
+        counted.watch(local_shard(tensor)[0])  # type: ignore[arg-type]
     with counted:
         bytes_before = counted.now
         logprobs, entropies = policy(batch)
@@ -181,7 +181,7 @@ def test_a_tensor_parallel_pass_takes_the_predicted_memory(
     def work(mesh: DeviceMesh) -> None:
         split_model = model(family, **sizes)
         measured = measured_bytes(split_model, settings, lambda policy: parallelize(policy, mesh["tensor_parallel"]))
-        local_parameters = sum(own_part(parameter)[0].numel() for parameter in split_model.parameters())
+        local_parameters = sum(local_shard(parameter)[0].numel() for parameter in split_model.parameters())
         assert (prediction.whole, prediction.weights, prediction.trained) == (
             4 * local_parameters,
             4 * local_parameters,

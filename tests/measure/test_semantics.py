@@ -8,7 +8,7 @@ from lightning_scalerl import CISPO, DAPO, LoRA
 from lightning_scalerl.axes.choice import DesignChoice
 from lightning_scalerl.choices import AXES
 from lightning_scalerl.composition import build_recipe, compose, load_recipe
-from lightning_scalerl.measure.mechanism import departures
+from lightning_scalerl.measure.mechanism import choice_differences
 from lightning_scalerl.measure.semantics import describe_choices, resolved_choices
 
 # Axes that a ScaleRL run prints on their own line. All others are neutral.
@@ -92,7 +92,7 @@ def test_a_label_lists_what_a_choice_changes(choice: DesignChoice, other: Design
 def test_overrides_of_an_axis_depart_from_the_recipe(overrides: list[str], changes: dict[str, list[str]]) -> None:
     recipe = load_recipe("scalerl", overrides)
     assert recipe.named is not None
-    pairs = departures(recipe.choices, recipe.named)
+    pairs = choice_differences(recipe.choices, recipe.named)
     assert {ours.axis: ours.changes_from(theirs) for ours, theirs in pairs} == changes
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.member.branch import Branch, checkpoint_at, fetch_checkpoint
+from lightning_scalerl.member.branch import Branch, checkpoint_at, copy_checkpoint
 from lightning_scalerl.member.identify import plan_members
 from lightning_scalerl.member.run import run_member
 from lightning_scalerl.member.trl import plan_trl
@@ -272,12 +272,12 @@ def test_a_sharded_checkpoint_is_linked_file_by_file(tmp_path: Path) -> None:
     (source / "part").mkdir(parents=True)
     (source / "part" / "weights").write_text("w")
     branch = Branch(run="p", step=4, folder=str(tmp_path / "parent"))
-    copy = fetch_checkpoint(tmp_path / "own", branch)
+    copy = copy_checkpoint(tmp_path / "own", branch)
     assert copy == checkpoint_at(tmp_path / "own", 4) and (copy / "part" / "weights").samefile(
         source / "part" / "weights"
     )
     shutil.rmtree(source)
-    assert (fetch_checkpoint(tmp_path / "own", branch) / "part" / "weights").read_text() == "w"
+    assert (copy_checkpoint(tmp_path / "own", branch) / "part" / "weights").read_text() == "w"
 
 
 @pytest.mark.full

@@ -32,11 +32,11 @@ from lightning_scalerl.model.adapter import (
     add_lora,
     frozen_and_trained,
     has_adapter,
-    keep_in,
+    is_adapter_weight,
     merge,
-    of_adapter,
-    plain_copy,
-    unwrapped,
+    merged_copy,
+    store_linear_layers_in,
+    without_peft_wrapper,
 )
 from lightning_scalerl.model.head import check_head
 from lightning_scalerl.model.load import check_weights, load_model, load_tokenizer
@@ -77,7 +77,7 @@ def randomize(model: nn.Module) -> nn.Module:
     source = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if of_adapter(name):
+            if is_adapter_weight(name):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=source))
     return model
 
@@ -91,7 +91,7 @@ def test_the_adapter_alone_learns(precision: str, tiny_model_path: str) -> None:
     add_lora(initial, 4, 32.0, "all-linear")
     moved = 0
     for name, parameter in module.policy.model.named_parameters():
-        if of_adapter(name):
+        if is_adapter_weight(name):
             assert parameter.requires_grad and parameter.dtype == torch.float32
             moved += not torch.equal(parameter, initial.get_parameter(name))
             continue
@@ -103,7 +103,7 @@ def test_the_adapter_alone_learns(precision: str, tiny_model_path: str) -> None:
     (optimizer,) = module.trainer.optimizers
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 14
     assert resolved_semantics(module)["trained_parameters"] == sum(
-        parameter.numel() for name, parameter in module.policy.named_parameters() if of_adapter(name)
+        parameter.numel() for name, parameter in module.policy.named_parameters() if is_adapter_weight(name)
     )
     assert resolved_semantics(module)["parameters"] == sum(
         parameter.numel() for parameter in load_model(tiny_model_path).parameters()
@@ -118,13 +118,13 @@ def test_modules_to_save_learn_together_with_the_adapter(precision: str, tiny_mo
     base_weights = load_model(tiny_model_path).state_dict()
     saved = {"model.norm.weight", "lm_head.weight"}
     for name, parameter in module.policy.model.named_parameters():
-        if not of_adapter(name):
+        if not is_adapter_weight(name):
             base_weight = base_weights[name.replace(".base_layer.", ".")]
             assert parameter.requires_grad == (name in saved), name
             assert torch.equal(parameter, base_weight.to(parameter.dtype)) == (name not in saved), name
             assert parameter.dtype == torch.float32 or name not in saved
     semantics = resolved_semantics(module)
-    low_rank = sum(parameter.numel() for name, parameter in module.policy.named_parameters() if of_adapter(name))
+    low_rank = sum(parameter.numel() for name, parameter in module.policy.named_parameters() if is_adapter_weight(name))
     assert semantics["trained_parameters"] == low_rank + sum(base_weights[name].numel() for name in saved)
     assert semantics["choices"]["adapter"]["modules_to_save"] == ["norm", "lm_head"]
     _, trained = frozen_and_trained(load_model(tiny_model_path), module.choices.adapter)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_merged_weights_compute_the_same(family: str) -> None:
     random_state = torch.random.get_rng_state()
     add_lora(model, 3, 6.0, "all-linear")
     randomize(model)
-    plain = plain_copy(model)
+    plain = merged_copy(model)
     assert torch.equal(random_state, torch.random.get_rng_state()), "the run's random state does not change"
     assert type(plain) is type(model) and not has_adapter(plain)
     for name, value in merged_by_peft(model).items():
@@ -191,7 +191,7 @@ def test_weights_in_a_smaller_type_compute_what_autocast_does(tiny_model: Any) -
     add_lora(tiny_model, 4, 8.0, "all-linear")
     randomize(tiny_model)
     kept = copy.deepcopy(tiny_model)
-    keep_in(kept, torch.bfloat16)
+    store_linear_layers_in(kept, torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(logits(kept), logits(tiny_model))
     rounded = copy.deepcopy(kept).float()
@@ -322,7 +322,7 @@ def test_a_model_that_comes_with_an_adapter_is_trained(
     changed = {
         name for name, value in adapted_model.named_parameters() if not torch.equal(value, initial_weights[name])
     }
-    assert changed == {name for name in initial_weights if of_adapter(name)} != set()
+    assert changed == {name for name in initial_weights if is_adapter_weight(name)} != set()
     semantics = resolved_semantics(module)
     assert semantics["choices"]["adapter"] == {"choice": "NoAdapter"}
     assert semantics["model_adapter"]["targets"] == ["q_proj", "up_proj"] and semantics["model_adapter"]["scales"] == [
@@ -349,9 +349,9 @@ def test_the_model_below_an_adapter_may_be_in_bf16(precision: str, tiny_model: A
     initial_weights = {name: value.clone() for name, value in adapted_model.get_base_model().named_parameters()}
     module = train_given(adapted_model, tiny_model_path, (f"precision={precision}",))
     for name, value in module.policy.model.named_parameters():
-        kept = "_proj" in name and not of_adapter(name) and precision == "bf16"
+        kept = "_proj" in name and not is_adapter_weight(name) and precision == "bf16"
         assert value.dtype == (torch.bfloat16 if kept else torch.float32), name
-        assert torch.equal(value.float(), initial_weights[name].float()) != of_adapter(name), name
+        assert torch.equal(value.float(), initial_weights[name].float()) != is_adapter_weight(name), name
 
 
 def two_adapters(model: Any) -> Any:
@@ -411,7 +411,7 @@ def test_other_adapters_are_refused_by_name_with_the_remedy(
 
 
 def test_a_plain_model_is_left_alone(tiny_model: Any) -> None:
-    assert unwrapped(tiny_model) is tiny_model
+    assert without_peft_wrapper(tiny_model) is tiny_model
     check_head(tiny_model)
 
 

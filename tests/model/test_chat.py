@@ -71,7 +71,7 @@ def finished(tokens: list[int]) -> Rollout:
 def test_a_template_is_used_if_there_is_one_and_adds_bos_once() -> None:
     rendering = Rendering(tokenizer(TEMPLATE, adds="<s> $A"), Chat())
     assert decode(rendering, rendering.encode(ask("2+2?"))) == "<s><|user|>2+2?</s><|assistant|><think>"
-    assert "chat template" in rendering.describes
+    assert "chat template" in rendering.description
 
 
 def test_plain_text_gets_the_tokenizers_prefix_but_no_suffix() -> None:

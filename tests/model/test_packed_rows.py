@@ -34,7 +34,7 @@ from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.task.arithmetic_base import tokenizer
 from lightning_scalerl.update.before import run_forward_passes
 from lightning_scalerl.update.terms import terms
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.token_credit import token_advantages
 from lightning_scalerl.update.trained import TrainedPolicy
 from sweeps.run.journal import read_journal
 from tests.axes.test_contract import each_aggregation, each_loss
@@ -257,7 +257,7 @@ def test_prompts_are_still_shared_if_that_saves_more() -> None:
     assert shapes == [(1, 20), (16, 4)]
     # Padded rows would share this prompt. The long completion makes that more tokens than packed rows have.
     unlike = batch_of([[1, 2, 3, 4]], [[30, 1, 1, 1, 1, 1]])
-    assert policy_module.worthwhile(unlike) and not policy_module.worthwhile(replace(unlike, packed=True))
+    assert policy_module.sharing_pays_off(unlike) and not policy_module.sharing_pays_off(replace(unlike, packed=True))
 
 
 def test_a_critic_gets_no_padding() -> None:
@@ -296,7 +296,7 @@ def update(choices: Choices, batch: TrainBatch, size: PassSize) -> tuple[Tensor,
         nn.init.normal_(critic.head.weight)
     ranks = Ranks()
     rows = run_forward_passes(batch, choices, policy, reference if choices.kl.where else None, critic, size, ranks)
-    rows = token_credit(rows, choices, ranks.sum, remember=True)
+    rows = token_advantages(rows, choices, ranks.sum, update_statistics=True)
     total = torch.zeros(())
     for _, part in ranks.passes(rows, size):
         scored = Scored(part, *policy(part, entropy_gradient=True), None if critic is None else critic(part))

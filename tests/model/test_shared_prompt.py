@@ -30,10 +30,10 @@ from transformers import (
 from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.model import policy as policy_module
 from lightning_scalerl.model.policy import Policy
-from lightning_scalerl.model.shared_prompt import shares_prompts, worthwhile
+from lightning_scalerl.model.shared_prompt import shares_prompts, sharing_pays_off
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.rollouts.rollout import Group, PassSize, Rollout, TrainBatch
-from lightning_scalerl.stream.credit import lay_out
+from lightning_scalerl.stream.credit import to_tensors
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48,
@@ -69,7 +69,7 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> TrainBat
             rollouts.append(Rollout(sampled, [0.0] * length, [0] * length, [False] * length, "stop"))
         group = Group(number, Prompt(str(number), "", "", ""), tokens, rollouts)
         rows += [(group, rollout, [0.0], 0, len(rows) + at) for at, rollout in enumerate(rollouts)]
-    return lay_out(rows)
+    return to_tensors(rows)
 
 
 def plain_and_shared(
@@ -122,12 +122,12 @@ def test_prompts_are_not_shared_if_results_could_differ_or_nothing_is_saved(monk
     policy = Policy(model, Precision("fp32", False, False))
     assert not policy.train().shares_prompts
     assert policy.eval().shares_prompts
-    assert worthwhile(batch_of([[1, 2, 3, 4]], [[4] * 4]))
-    assert not worthwhile(batch_of([[1, 2, 3, 4], [5, 6]], [[4], [5]]))
-    assert not worthwhile(batch_of([[1]], [[30] * 4]))
+    assert sharing_pays_off(batch_of([[1, 2, 3, 4]], [[4] * 4]))
+    assert not sharing_pays_off(batch_of([[1, 2, 3, 4], [5, 6]], [[4], [5]]))
+    assert not sharing_pays_off(batch_of([[1]], [[30] * 4]))
     unknown = batch_of([[1, 2, 3, 4]], [[4] * 4])
     unknown.group = None
-    assert not worthwhile(unknown)
+    assert not sharing_pays_off(unknown)
 
 
 def test_a_shared_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Group, PassSize, Prompt, Rollout, Scored, TrainBatch
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.update.terms import terms, with_selection
-from lightning_scalerl.update.token_credit import token_credit
+from lightning_scalerl.update.token_credit import token_advantages
 from tests.examples import every
 from tests.helpers import row
 
@@ -312,7 +312,7 @@ def credited(picked: Choices, with_forced: bool) -> TrainBatch:
         reference_logprobs=before("reference_logprobs", bool(picked.kl.where)),
         values=before("values", picked.critic.has_values),
     )
-    return token_credit(rows, picked, sums=lambda numbers: numbers)
+    return token_advantages(rows, picked, sum_over_ranks=lambda numbers: numbers)
 
 
 def ours(picked: Choices, with_forced: bool, micro_batch: int) -> dict[str, Tensor]:

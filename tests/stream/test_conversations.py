@@ -108,7 +108,7 @@ def test_a_turn_ended_by_a_limit_is_sent_again_after_a_resume_and_recorded_once(
     new_pool.answers = {1: Observation(reward=1.0, terminated=True)}
     assert resumed.ready() == {(0, 0): Reply("end", truncated=True)}
     finished = FinishedRollout(0, 0, rollout(1, 2))
-    resumed.conclude(finished)
+    resumed.store_record(finished)
     record = finished.rollout.conversation
     assert record is not None and (record.rewards, record.calls, record.starts) == ((1.25,), 1, (0,))
 
@@ -137,7 +137,7 @@ def test_a_limit_before_the_first_reward_is_a_reward_of_0(answers: list[Any], tu
     resumed = make_conversations(pool, turns=turns, form="text")
     resumed.load_state_dict(conversations.state_dict())
     for one in (conversations, resumed):
-        one.conclude(finished := FinishedRollout(0, 0, rollout(1, 2, reason="length")))
+        one.store_record(finished := FinishedRollout(0, 0, rollout(1, 2, reason="length")))
         record = finished.rollout.conversation
         assert record is not None and record.rewarded is rewarded and record.rewards == (0.0,)
 

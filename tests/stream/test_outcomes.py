@@ -16,7 +16,7 @@ from lightning_scalerl.axes.resampling import NoPositiveResampling
 from lightning_scalerl.generator.base import FinishedRollout
 from lightning_scalerl.rollouts.grade import Grade, Outcome, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
-from lightning_scalerl.rollouts.rollout import Group, Rollout, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Group, Rollout, packed, unpack_rollouts
 from lightning_scalerl.stream.credit import assemble
 from lightning_scalerl.stream.prompts import PromptSource
 from lightning_scalerl.stream.rollout_stream import RolloutStream
@@ -142,9 +142,9 @@ def test_the_graders_verdict_overrides_the_tasks() -> None:
 def test_rollouts_keep_outcome_parts_and_texts_in_a_checkpoint() -> None:
     ended = [make_rollout(), make_rollout(3)]
     ended[0].outcome, ended[0].parts, ended[1].extra = "abstain", {"length": 2.0}, {"why": "so"}
-    assert unpacked(packed(ended)) == ended
+    assert unpack_rollouts(packed(ended)) == ended
     old = {key: value for key, value in packed(ended).items() if key not in ("outcome", "parts", "extra")}
-    assert [rollout.outcome for rollout in unpacked(old)] == ["score", "score"]
+    assert [rollout.outcome for rollout in unpack_rollouts(old)] == ["score", "score"]
 
 
 def test_ungraded_rollouts_do_not_change_credit() -> None:

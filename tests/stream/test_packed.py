@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpack_rollouts
 
 
 @st.composite
@@ -35,7 +35,7 @@ def test_packing_is_lossless(originals: list[Rollout]) -> None:
     file = io.BytesIO()
     torch.save(packed(originals), file)
     file.seek(0)
-    back = unpacked(torch.load(file, weights_only=True))
+    back = unpack_rollouts(torch.load(file, weights_only=True))
     assert back == originals
     assert all(type(token) is int for rollout in back for token in rollout.tokens)
 
@@ -44,4 +44,4 @@ def test_packing_copies_the_values() -> None:
     rollout = Rollout([1, 2], [-0.5, -1.0], [0, 1], [False, True], "stop")
     state = packed([rollout])
     rollout.tokens[0] = 9
-    assert unpacked(state)[0].tokens == [1, 2]
+    assert unpack_rollouts(state)[0].tokens == [1, 2]

@@ -15,7 +15,7 @@ import pytest
 from lightning_scalerl.axes.curriculum import LinearCurriculum
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
-from lightning_scalerl.member.identity import part_of
+from lightning_scalerl.member.identity import group_identity
 from lightning_scalerl.rollouts.grade import Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.task.reasoning_gym import PACKAGE, ReasoningGymTask, _factory, read_answer
@@ -187,7 +187,7 @@ def test_a_missing_reasoning_gym_is_an_error_with_a_remedy(monkeypatch: pytest.M
 
 def test_identity_includes_generator_version_and_settings() -> None:
     def part(*overrides: str) -> Any:
-        return part_of(
+        return group_identity(
             "task", dict(compose(["task=reasoning_gym", "task.dataset=chain_sum", "scale=trial", *overrides]).task)
         )
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.composition import build, compose
-from lightning_scalerl.member.identity import part_of
+from lightning_scalerl.member.identity import group_identity
 from lightning_scalerl.rollouts.grade import Grade, Sample
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.session.sampling import Sampling
@@ -332,8 +332,8 @@ def test_identity_includes_all_that_decides_a_verdict_but_no_address_and_no_key(
 
 def test_compute_judge_is_in_the_identity_unless_it_is_off() -> None:
     group = {"_target_": "lightning_scalerl.ComputeAxes", "judge": None}
-    assert part_of("compute", group) is None
-    assert part_of("compute", {**group, "judge": 2.5}) == {"choice": "ComputeAxes", "judge": 2.5}
+    assert group_identity("compute", group) is None
+    assert group_identity("compute", {**group, "judge": 2.5}) == {"choice": "ComputeAxes", "judge": 2.5}
 
 
 def test_rows_need_an_answer_only_if_the_judge_sees_it() -> None:

@@ -152,7 +152,7 @@ def test_returned_values_are_compared_as_json_with_rounding_of_floats() -> None:
         cases = [{"input": "", "output": expected, "testtype": "functional"}]
         calls = FORMATS["livecodebench"](row | {"public_test_cases": json.dumps(cases)}).answer["calls"]
         names: dict[str, Any] = {}
-        exec(programs._CALLS.format(calls=marshal.dumps(calls)), names)
+        exec(programs._CALLS_TEST_SOURCE.format(calls=marshal.dumps(calls)), names)
         try:
             names["check"](lambda: eval(returned))  # noqa: B023
         except AssertionError:

@@ -23,7 +23,7 @@ from lightning_scalerl.verify.text import (
     chosen_letter,
     f1,
     final_answer,
-    normalized,
+    normalize,
 )
 
 WORDS = st.lists(st.sampled_from(["cat", "sat", "mat", "hat", "blue", "42"]), max_size=6).map(" ".join)
@@ -52,15 +52,15 @@ def graded(grader: Grader, answer: Any, text: str) -> Grade:
     ],
 )
 def test_normalization_is_that_of_squad(text: str, bare: str) -> None:
-    assert normalized(text) == bare
+    assert normalize(text) == bare
 
 
 @given(st.text(max_size=40))
 def test_normalized_texts_have_no_case_no_punctuation_and_single_spaces(text: str) -> None:
-    bare = normalized(text)
+    bare = normalize(text)
     assert not set(bare) & set(string.punctuation)
     assert bare == " ".join(bare.split()) and not set(bare.split()) & {"a", "an", "the"}
-    assert normalized(f" {text}\n") == bare
+    assert normalize(f" {text}\n") == bare
 
 
 @pytest.mark.parametrize(

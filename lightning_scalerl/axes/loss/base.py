@@ -58,7 +58,7 @@ def clip_bounds(
     return clip_low, clip_high
 
 
-def one_advantage_per_sequence(description: str, others: Mapping[str, DesignChoice]) -> str | None:
+def per_token_advantage_error(description: str, others: Mapping[str, DesignChoice]) -> str | None:
     """Return a one-line error if advantages are per token, for a loss that weights a sequence as a whole.
 
     Args:

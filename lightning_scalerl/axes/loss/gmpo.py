@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scalerl.axes.choice import MAX_LOG_RATIO, DesignChoice
-from lightning_scalerl.axes.loss.base import Loss, clipped_tokens, masked_inputs, one_advantage_per_sequence
+from lightning_scalerl.axes.loss.base import Loss, clipped_tokens, masked_inputs, per_token_advantage_error
 from lightning_scalerl.checks import positive
 
 
@@ -56,7 +56,7 @@ class GMPO(Loss):
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if advantages are per token: a sequence that is weighted as a whole has only one."""
-        return one_advantage_per_sequence("gmpo takes the geometric mean of a sequence", others)
+        return per_token_advantage_error("gmpo takes the geometric mean of a sequence", others)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `gmpo`; 0 outside the mask."""

@@ -15,7 +15,7 @@ from lightning_scalerl.axes.loss.base import (
     clipped_loss,
     clipped_tokens,
     masked_inputs,
-    one_advantage_per_sequence,
+    per_token_advantage_error,
 )
 
 
@@ -63,7 +63,7 @@ class GSPO(Loss):
 
     def conflict(self, others: Mapping[str, DesignChoice]) -> str | None:
         """Return a one-line error if advantages are per token: a sequence that is clipped as a whole has only one."""
-        return one_advantage_per_sequence("gspo clips the ratio of a sequence", others)
+        return per_token_advantage_error("gspo clips the ratio of a sequence", others)
 
     def per_token(self, trainer_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return the loss (R, T) of `gspo`; 0 outside the mask."""

@@ -202,7 +202,7 @@ class Engines:
                 raise ConfigurationError(arguments[0].removeprefix("ConfigurationError: "))
             self._replace(engine, arguments[0], at_start)
 
-    def count_rollout(self) -> None:
+    def reset_losses(self) -> None:
         """Reset the count of lost engines, because a rollout has ended: only losses without progress end the run."""
         self._losses_in_a_row = 0
 

@@ -26,7 +26,7 @@ from lightning_scalerl.generator.base import (
     GroupRequest,
     StepReport,
     WaitingRollout,
-    nothing_computed,
+    zero_counts,
 )
 from lightning_scalerl.generator.fleet.addresses import addresses_of, blueprint_for, visible_devices
 from lightning_scalerl.generator.fleet.engines import POLL_S, Engine, Engines, GeneratorLostError
@@ -99,7 +99,7 @@ class Fleet:
         device = next(model.parameters()).device
         # A child with its own CUDA_VISIBLE_DEVICES sees its device as number 0, so only the device's type is passed on.
         device_name = device.type if devices else str(device)
-        blueprint = _checked(Blueprint(factory, arguments, type(model), model.config, device_name), model)
+        blueprint = _check_blueprint(Blueprint(factory, arguments, type(model), model.config, device_name), model)
         addresses = addresses_of(engines, generators, tensor_parallel)
         # Values of CUDA_VISIBLE_DEVICES, which the engines on this node get in turn.
         devices = visible_devices(devices, tensor_parallel, sum(address.kind == "local" for address in addresses))
@@ -110,7 +110,7 @@ class Fleet:
         self._lock = threading.RLock()
         self._ledger = Ledger()
         self._vocabulary = int(text_config(model).vocab_size)
-        self._computed = nothing_computed()
+        self._computed = zero_counts()
         self._lost_tokens = 0
         self._closed: dict[str, Any] | None = None
         self.can_score = False
@@ -234,7 +234,7 @@ class Fleet:
         self._engines.handle_messages()
         ended, waiting = self._ledger.collect(), self._ledger.collect_waiting()
         report = replace(StepReport(ended, *self._computed), lost_tokens=self._lost_tokens, waiting=waiting)
-        self._computed, self._lost_tokens = nothing_computed(), 0
+        self._computed, self._lost_tokens = zero_counts(), 0
         return report
 
     @_one_at_a_time
@@ -281,7 +281,7 @@ class Fleet:
                 engine.aside = True
             self._asides += 1
             saved = (self._ledger, self._computed, self._store.current, self.busy_s)
-            self._ledger, self._computed = Ledger(self._ledger.names), nothing_computed()
+            self._ledger, self._computed = Ledger(self._ledger.names), zero_counts()
             self._dispatch_paused = False
         try:
             yield
@@ -289,7 +289,7 @@ class Fleet:
             with self._lock:
                 self._dispatch_paused = True
                 self._ledger, self._computed, published, self.busy_s = saved
-                self._store.return_to(published)
+                self._store.make_current(published)
                 self._asides -= 1
                 returned = []
                 for engine in self._engines.up:
@@ -299,7 +299,7 @@ class Fleet:
                         returned.append(engine)
                     else:  # the engine was started meanwhile, with the weights of that time
                         engine.transport.send("publish", self._store.current, False)
-                self._ledger.keep_only(returned)
+                self._ledger.requeue_others(returned)
                 self._dispatch_paused = False
                 self._dispatch()
 
@@ -390,7 +390,7 @@ class Fleet:
         self._computed = [total + increment for total, increment in zip(self._computed, computed, strict=True)]
         for ended in finished:
             if self._ledger.record_finished(ended):
-                self._engines.count_rollout()
+                self._engines.reset_losses()
         for rollout in waiting:
             self._record_waiting(rollout, engine)
         self._dispatch()
@@ -417,7 +417,7 @@ class Fleet:
     def on_loss(self, engine: Engine) -> None:
         """Queue a lost engine's unfinished rollouts for other engines."""
         self._lost_tokens += engine.sampled
-        self._ledger.keep_only(list(self._engines))
+        self._ledger.requeue_others(list(self._engines))
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -431,7 +431,7 @@ class Fleet:
         self._store.close()
 
 
-def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
+def _check_blueprint(blueprint: Blueprint, model: nn.Module) -> Blueprint:
     """Return the blueprint after the generator class has checked the trainer's model, if the class has a check.
 
     The check needs the trainer's exact weights: an engine's weights are rounded too much for it.
@@ -439,10 +439,10 @@ def _checked(blueprint: Blueprint, model: nn.Module) -> Blueprint:
     check = getattr(getattr(blueprint.factory, "func", blueprint.factory), "check_model", None)
     if check is not None:
         check(model, **blueprint.arguments)
-    return _picklable(blueprint)
+    return _check_picklable(blueprint)
 
 
-def _picklable(blueprint: Blueprint) -> Blueprint:
+def _check_picklable(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint after checking that another process can unpickle it."""
     parts = (blueprint.model_class, type(blueprint.config), getattr(blueprint.factory, "func", blueprint.factory))
     remedy = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_scalerl.generator.base import FinishedRollout, GroupRequest, WaitingRollout, request_from, request_state
 from lightning_scalerl.generator.insertion import check_room
-from lightning_scalerl.rollouts.rollout import packed, unpacked
+from lightning_scalerl.rollouts.rollout import packed, unpack_rollouts
 
 
 @dataclass(eq=False)
@@ -164,7 +164,7 @@ class Ledger:
                 return group.engine, group.name
         raise KeyError(f"rollout {index} of group {key} does not wait for an insertion")
 
-    def keep_only(self, engines: Collection[Hashable]) -> None:
+    def requeue_others(self, engines: Collection[Hashable]) -> None:
         """Queue again every group whose engine is not one of `engines`, the oldest first."""
         lost = [group for group in self._open.values() if group.engine is not None and group.engine not in engines]
         for group in lost:
@@ -192,7 +192,7 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore everything in flight; each group waits until `adopt` records that an engine has it."""
-        rollouts = unpacked(state["rollouts"])
+        rollouts = unpack_rollouts(state["rollouts"])
         self._ended = [
             FinishedRollout(key, index, rollout)
             for (key, index), rollout in zip(state["finished"], rollouts, strict=True)

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lightning_scalerl.generator.base import FinishedRollout, Generator, WaitingRollout, nothing_computed
+from lightning_scalerl.generator.base import FinishedRollout, Generator, WaitingRollout, zero_counts
 from lightning_scalerl.generator.fleet.weights import Published
 from lightning_scalerl.generator.fleet.wire import receive, send
 
@@ -99,7 +99,7 @@ class Server:
         self._aside: AbstractContextManager[None] | None = None
         self._finished: list[FinishedRollout] = []
         self._waiting: list[WaitingRollout] = []
-        self._computed = nothing_computed()
+        self._computed = zero_counts()
         self._busy_s = 0.0
         self._last_sent = time.monotonic()
 
@@ -152,7 +152,7 @@ class Server:
         if self._finished or self._waiting or (self._busy_s and (at_once or waited_s >= REPORT_S)):
             in_flight = getattr(self._generator, "sampled_in_flight", 0)
             self._send("work", self._finished, tuple(self._computed), self._busy_s, in_flight, self._waiting)
-            self._finished, self._waiting, self._computed, self._busy_s = [], [], nothing_computed(), 0.0
+            self._finished, self._waiting, self._computed, self._busy_s = [], [], zero_counts(), 0.0
         elif waited_s >= HEARTBEAT_S:
             self._send("alive")
 

@@ -72,7 +72,7 @@ class Published:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-class Types:
+class PublishedTypes:
     """Dtypes in which tensors are published: those to which the generator would cast them.
 
     Args:
@@ -108,7 +108,7 @@ class WeightStore:
     """
 
     def __init__(self, model: nn.Module, precision: Precision | None, bucket_mib: float) -> None:
-        self._types = Types(model, precision)
+        self._types = PublishedTypes(model, precision)
         self._bucket = max(8, int(bucket_mib * MIB) // 8 * 8)
         sizes = _file_order(dict(model.state_dict()), self._types)
         needed = sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in sizes)
@@ -126,7 +126,7 @@ class WeightStore:
         self.current = self._write(weights, version)
         return self.current
 
-    def return_to(self, published: Published) -> None:
+    def make_current(self, published: Published) -> None:
         """Make weights that were published earlier the current ones again."""
         self._outdated.append(self.current)
         self.current = published
@@ -161,7 +161,7 @@ class WeightStore:
 Entry = tuple[str, Tensor, torch.dtype]
 
 
-def _file_order(weights: Mapping[str, Tensor], types: Types) -> list[Entry]:
+def _file_order(weights: Mapping[str, Tensor], types: PublishedTypes) -> list[Entry]:
     """Return the tensors in file order: tied tensors once, and wider dtypes first, which aligns every tensor."""
     once: dict[tuple[int, tuple[int, ...]], Entry] = {}
     for name, tensor in weights.items():
@@ -195,10 +195,10 @@ def _header(entries: list[Entry]) -> bytes:
     for name, tensor, dtype in entries:
         start, end = end, end + tensor.numel() * dtype.itemsize
         tensors[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    return start_of_file(tensors)
+    return safetensors_header(tensors)
 
 
-def start_of_file(tensors: Mapping[str, Any]) -> bytes:
+def safetensors_header(tensors: Mapping[str, Any]) -> bytes:
     """Return the bytes before the tensors in a safetensors file.
 
     Args:

@@ -38,7 +38,7 @@ from lightning_scalerl.generator.torch.decodable import check_decodable
 from lightning_scalerl.generator.torch.policy import GeneratorPolicy
 from lightning_scalerl.generator.torch.slot_cache import SlotCache, decode, encode, extend
 from lightning_scalerl.generator.torch.slots import Slots, host
-from lightning_scalerl.generator.torch.waiting import Waiting
+from lightning_scalerl.generator.torch.waiting import PausedRollouts
 from lightning_scalerl.model.head import backbone, text_config
 from lightning_scalerl.model.policy import MAX_LOGITS
 
@@ -126,7 +126,7 @@ class TorchGenerator:
         waiting_keeps: str = "cache",
     ) -> None:
         whole_number("generator.slots", slots)
-        self._paused_rollouts = Waiting(sampling, waiting_keeps)
+        self._paused_rollouts = PausedRollouts(sampling, waiting_keeps)
         self.check_model(model, sampling)
         self._check_memory(model, precision, slots, sampling.capacity, cache_gib)
         self.policy = GeneratorPolicy(model, precision)
@@ -208,7 +208,7 @@ class TorchGenerator:
             KeyError: the rollout does not wait.
             ValueError: a token is not in the vocabulary, or there is no room for the tokens.
         """
-        check_answer(tokens, output_size(self.policy))
+        check_answer(tokens, vocabulary_size(self.policy))
         self._paused_rollouts.insert(key, index, tokens)
 
     def end(self, key: int, index: int, truncated: bool = False) -> None:
@@ -265,7 +265,7 @@ class TorchGenerator:
         hidden = backbone(self.policy.model)(input_ids=padded, use_cache=False).last_hidden_state
         # Compute the logits in parts: with a real vocabulary, those of a long completion would be the largest tensor in
         # memory.
-        size = max(1, MAX_LOGITS // output_size(self.policy))
+        size = max(1, MAX_LOGITS // vocabulary_size(self.policy))
         logprobs = []
         for states, (prompt, tokens) in zip(hidden, completions, strict=True):
             predicting = states[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
@@ -338,7 +338,7 @@ class TorchGenerator:
     def _decode(self, active: int) -> tuple[Tensor, int]:
         """Return next-token logits (active, V) of the first `active` slots, and the number of tokens attended to."""
         if active == 0:
-            return torch.empty(0, output_size(self.policy), device=self.device), 0
+            return torch.empty(0, vocabulary_size(self.policy), device=self.device), 0
         tokens, position = self._slots.last_tokens(active)
         hidden = decode(self.policy.model, self._slots.cache, tokens, position)
         return self.policy.logits(hidden), int((position + 1).sum())
@@ -472,6 +472,6 @@ class TorchGenerator:
         self._paused_rollouts.load_state_dict(state, self.device)
 
 
-def output_size(policy: GeneratorPolicy) -> int:
+def vocabulary_size(policy: GeneratorPolicy) -> int:
     """Return the vocabulary size from the model's configuration."""
     return int(text_config(policy.model).vocab_size)

@@ -72,7 +72,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.reserved = (0, 0)
         super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
 
-    def aim(self, position: Tensor) -> None:
+    def set_positions(self, position: Tensor) -> None:
         """Set the position at which each of the first `len(position)` rows writes its next token."""
         self.rows = torch.arange(position.numel(), device=position.device)
         self.position = position

@@ -14,12 +14,12 @@ from lightning_scalerl.generator.base import FinishedRollout, SamplingSettings, 
 from lightning_scalerl.generator.insertion import Insertions
 from lightning_scalerl.generator.torch.slot_cache import KeysValues
 from lightning_scalerl.generator.torch.slots import Paused, host
-from lightning_scalerl.rollouts.rollout import packed, unpacked
+from lightning_scalerl.rollouts.rollout import packed, unpack_rollouts
 
 KEEPS = ("slot", "cache", "nothing")
 
 
-class Waiting:
+class PausedRollouts:
     """Rollouts between two turns.
 
     Args:
@@ -82,7 +82,7 @@ class Waiting:
         """Keep rollouts that are between two turns until their insertions arrive."""
         for rollout in paused:
             if rollout.keys_values is not None and self._keeps == "cache":
-                rollout.keys_values = on_host(rollout.keys_values)
+                rollout.keys_values = cache_on_host(rollout.keys_values)
             self._paused[rollout.insertions.rollout_id] = rollout
 
     def insert(self, key: int, index: int, tokens: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ class Waiting:
                 {
                     "insertions": rollout.insertions.state(),
                     "row": [host(value) for value in rollout.row],
-                    "keys_values": None if rollout.keys_values is None else on_host(rollout.keys_values),
+                    "keys_values": None if rollout.keys_values is None else cache_on_host(rollout.keys_values),
                     "answer": None if rollout.answer is None else list(rollout.answer),
                 }
                 for rollout in paused
@@ -154,7 +154,7 @@ class Waiting:
         if "waiting" not in state:
             return
         saved = state["waiting"]
-        rollouts = iter(unpacked(saved["rollouts"]))
+        rollouts = iter(unpack_rollouts(saved["rollouts"]))
         for entry in saved["paused"]:
             keys_values = entry["keys_values"]
             if keys_values is not None and self._keeps == "slot":
@@ -173,6 +173,6 @@ class Waiting:
         self._ended = [FinishedRollout(key, index, next(rollouts)) for key, index in saved["ended"]]
 
 
-def on_host(keys_values: KeysValues) -> KeysValues:
+def cache_on_host(keys_values: KeysValues) -> KeysValues:
     """Return a copy of all keys and values in host memory."""
     return [(host(keys), host(values)) for keys, values in keys_values]

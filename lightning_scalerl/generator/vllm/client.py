@@ -31,9 +31,9 @@ from lightning_scalerl.generator.vllm.answers import Answer, checked_logprob
 from lightning_scalerl.generator.vllm.checks import CALL_S, check_answer, check_server, wait_for_server
 from lightning_scalerl.generator.vllm.engine import meta_model
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
-from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, InFlight, StepEnds, report
+from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, StepEnds, VLLMBookkeeping, report
 from lightning_scalerl.generator.vllm.stream import ROUTE, End, Lost, Streams, Tokens
-from lightning_scalerl.generator.vllm.weights import TRANSFERS, Control, new_sender
+from lightning_scalerl.generator.vllm.weights import TRANSFERS, TransferRoutes, new_sender
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -69,7 +69,7 @@ class _Stream:
     received: int = 0
 
 
-class VLLMServerGenerator(InFlight):
+class VLLMServerGenerator(VLLMBookkeeping):
     """Generator that samples rollouts with a vLLM server.
 
     Published weights are kept by reference: the caller must not change them until new weights are published. Weights
@@ -129,7 +129,7 @@ class VLLMServerGenerator(InFlight):
         self._number = count()
         self._running: dict[str, _Stream] = {}
         # Version counters of the published tensors, to detect changes in place before a checkpoint.
-        self._changes: dict[str, int] = {}
+        self._version_counters: dict[str, int] = {}
         self._asleep = False
         self._healthy = time.monotonic()
         # Close connection and sender again if any later step fails.
@@ -144,7 +144,7 @@ class VLLMServerGenerator(InFlight):
             weights = dict(model.state_dict())
             total = sum(tensor.numel() for tensor in weights.values()) * precision.policy_dtype.itemsize
             self._sender = new_sender(
-                Control(self._connection, silence_s),
+                TransferRoutes(self._connection, silence_s),
                 (info["weight_transfer_config"] or {}).get("backend"),
                 address,
                 model=self._model,
@@ -193,7 +193,7 @@ class VLLMServerGenerator(InFlight):
         except RefusedError as error:
             raise EngineLostError(f"{error}; are its weights of this model? It stays paused") from error
         self._weights = weights
-        self._changes = {name: tensor._version for name, tensor in weights.items()}
+        self._version_counters = {name: tensor._version for name, tensor in weights.items()}
         self._version = version
         if recompute_kv:
             for stream in self._running.values():
@@ -273,7 +273,7 @@ class VLLMServerGenerator(InFlight):
         """
         if self._closed is not None:
             return self._closed
-        changed = [name for name, tensor in self._weights.items() if tensor._version != self._changes[name]]
+        changed = [name for name, tensor in self._weights.items() if tensor._version != self._version_counters[name]]
         if changed:
             raise RuntimeError(f"weights were changed in place after they were published: {changed[0]}")
         return self._state()

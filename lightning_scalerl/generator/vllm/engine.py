@@ -22,7 +22,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.compat import transformers as compat
 from lightning_scalerl.generator import memory
-from lightning_scalerl.model.head import head_sizes, text_config
+from lightning_scalerl.model.head import key_and_value_sizes, text_config
 
 # Smallest head size that vLLM's attention kernel for CPUs supports.
 SMALLEST_HEAD_ON_CPU = 32
@@ -104,7 +104,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
         )
     dtype = precision.policy_dtype
     on_cpu = next(model.parameters()).device.type == "cpu"
-    head_size = min(head_sizes(text_config(model)))
+    head_size = min(key_and_value_sizes(text_config(model)))
     if on_cpu and head_size < SMALLEST_HEAD_ON_CPU:
         raise ConfigurationError(
             f"generator: the model's attention heads have {head_size} numbers, and vllm on a CPU needs "
@@ -126,13 +126,13 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
     # bars intact.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for name, value in exact_products(precision).items():
+    for name, value in fp32_product_variables(precision).items():
         os.environ.setdefault(name, value)
     from vllm import LLM
 
     overrides: dict[str, Any] = {}
     if not on_cpu:
-        keep_workspaces()
+        keep_cublas_workspaces()
         # Claim only memory that is free now, because the trainer may use the rest of the device.
         free_bytes, total_bytes = torch.cuda.mem_get_info(next(model.parameters()).device)
         overrides["gpu_memory_utilization"] = max(0.01, 0.95 * free_bytes / total_bytes)
@@ -142,7 +142,7 @@ def new_engine(model: nn.Module, precision: Precision, *, slots: int, capacity: 
         return LLM(model=folder, **settings, **overrides).llm_engine
 
 
-def exact_products(precision: Precision) -> dict[str, str]:
+def fp32_product_variables(precision: Precision) -> dict[str, str]:
     """Return environment variables that make an engine's FP32 attention multiply in FP32.
 
     By default Triton's kernels round FP32 to TF32. That changes log-probabilities by 2e-5 on average and by 1e-4 at
@@ -151,7 +151,7 @@ def exact_products(precision: Precision) -> dict[str, str]:
     return {"TRITON_F32_DEFAULT": "ieee"} if precision.policy_dtype == torch.float32 else {}
 
 
-def keep_workspaces() -> None:
+def keep_cublas_workspaces() -> None:
     """Keep Lightning from freeing memory that the CUDA graphs of an engine in this process point to.
 
     Workaround: an engine captures its graphs in `setup`. Lightning's `CUDAAccelerator.setup` and `teardown` run later

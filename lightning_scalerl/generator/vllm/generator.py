@@ -19,7 +19,7 @@ from lightning_scalerl.axes.precision import Precision
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.generator.base import SamplingSettings, StepReport, set_aside
 from lightning_scalerl.generator.vllm.engine import default_cache_gib, load_weights, meta_model, new_engine
-from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, InFlight, StepEnds, report
+from lightning_scalerl.generator.vllm.rollouts import ActiveRollout, Computed, StepEnds, VLLMBookkeeping, report
 from lightning_scalerl.model.head import text_config
 from lightning_scalerl.model.windows import attention_windows
 
@@ -27,7 +27,7 @@ from lightning_scalerl.model.windows import attention_windows
 SCORING = 8
 
 
-class VLLMGenerator(InFlight):
+class VLLMGenerator(VLLMBookkeeping):
     """Generator that samples rollouts with a vLLM engine in this process.
 
     Args:

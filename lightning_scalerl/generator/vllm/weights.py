@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scalerl.checks import ConfigurationError
-from lightning_scalerl.generator.fleet.weights import SHARED_MEMORY, TYPE_NAMES, start_of_file
+from lightning_scalerl.generator.fleet.weights import SHARED_MEMORY, TYPE_NAMES, safetensors_header
 from lightning_scalerl.generator.vllm.engine import checkpoint_format
 from lightning_scalerl.generator.vllm.http import Connection, EngineLostError, RefusedError
 from lightning_scalerl.generator.vllm.plugin import BACKEND
@@ -34,7 +34,7 @@ from sweeps.port import free_port
 TRANSFERS = ("auto", "file", "http")
 
 
-class Control:
+class TransferRoutes:
     """Client for a server's weight-transfer routes, with the interface that vLLM's trainer engines call.
 
     That interface is vLLM's `VLLMWeightSyncClient`. vLLM's trainer engines pass no label at the end of an update;
@@ -143,7 +143,7 @@ class Bucket:
             self._buffer = torch.empty(max(self._size, length), dtype=torch.uint8)
 
     def _bucket(self, entries: dict[str, Any], end: int) -> tuple[bytes, memoryview]:
-        return start_of_file(entries), memoryview(self._buffer[:end].numpy())  # type: ignore[arg-type]
+        return safetensors_header(entries), memoryview(self._buffer[:end].numpy())  # type: ignore[arg-type]
 
 
 class _BucketServer:
@@ -183,7 +183,7 @@ class _BucketServer:
         self._server.server_close()
 
 
-def own_address(address: str) -> str:
+def address_towards(address: str) -> str:
     """Return this machine's address on the route to a server, at which the server's workers can reach it."""
     parts = urlsplit(address)
     family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
@@ -216,7 +216,7 @@ class BucketSender:
 
     def __init__(
         self,
-        control: Control,
+        control: TransferRoutes,
         address: str,
         *,
         transfer: str,
@@ -262,7 +262,7 @@ class BucketSender:
 
     def _try_http(self, address: str) -> str:
         """Start the HTTP server and test whether the workers can reach it; return the reason why not, or ""."""
-        host, content, timeout_s = own_address(address), secrets.token_hex(16), self._control.timeout_s
+        host, content, timeout_s = address_towards(address), secrets.token_hex(16), self._control.timeout_s
         self._http = _BucketServer(host, timeout_s)
         self._http.content = (content.encode(), memoryview(b""))
         info = {"url": self._http.url, "key": self._http.key, "content": content, "timeout_s": timeout_s}
@@ -339,7 +339,7 @@ class EngineSender:
 
     def __init__(
         self,
-        control: Control,
+        control: TransferRoutes,
         backend: str,
         address: str,
         *,
@@ -380,7 +380,7 @@ class EngineSender:
         else:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-            host = own_address(address)
+            host = address_towards(address)
             port = free_port(host)  # NCCL binds this port
             init_info = NCCLTrainerInitInfo(
                 master_address=host,
@@ -418,7 +418,7 @@ class EngineSender:
 
 
 def new_sender(
-    control: Control,
+    control: TransferRoutes,
     backend: str | None,
     address: str,
     *,
