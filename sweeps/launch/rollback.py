@@ -16,8 +16,7 @@ from sweeps.run.spec import SPEC_FILE
 
 
 class Rollback:
-    """Context manager that, when it exits, undoes the registered changes, the last one first, unless `commit` was
-    called.
+    """Context manager that undoes registered changes when it exits, the last one first, unless `commit` was called.
 
     The caller must hold the study's lease, so that no other process writes to the study.
 
