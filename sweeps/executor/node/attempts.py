@@ -32,8 +32,7 @@ class Attempt:
         began, ended: seconds by the node's clock, for display; `ended` is None if no end is recorded.
         step: step of the checkpoint from which the attempt resumed; -1 if it started without a checkpoint.
         outcome: `finished`, `failed`, `interrupted` (saved; requeue requested), `stopped` (saved; no requeue); None if
-            no
-            end is recorded: the attempt runs, or was killed.
+            no end is recorded.
         kind, reason: kind of failure and message of an attempt that failed or was interrupted; None otherwise.
         culprit: node of the rank that failed first, if that rank recorded its failure; else None.
         number: number of the attempt, from 1; 0 in files of earlier versions. Attempts that began at the same time may
