@@ -461,7 +461,6 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
-    """Draw points and fitted curves with their bands."""
     import numpy as np
 
     from sweeps.decide.rank import named_baseline

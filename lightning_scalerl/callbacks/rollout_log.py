@@ -56,7 +56,6 @@ class RolloutLog(Callback):
         write_groups(self.run_dir, [entry(group, run, step) for group in self._chosen(batch.groups, run, step)])
 
     def _chosen(self, groups: Sequence[Group], run: Run, step: int) -> list[Group]:
-        """Return the groups to log, in order of admission."""
         shuffled = random.Random(f"{run.seed} {step}").sample(list(groups), len(groups))
         # Groups with ungraded rollouts first. The sort is stable, so the order is otherwise random.
         chosen = sorted(shuffled, key=lambda group: not group.ungraded)[: self.groups]
@@ -103,7 +102,6 @@ def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
 
 
 def _conversation(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """Return the keys of a record about a conversation with an environment; empty if there is none."""
     conversation = rollout.conversation
     if conversation is None:
         return {}

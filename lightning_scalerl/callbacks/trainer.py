@@ -131,7 +131,6 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_fit(trainer: Trainer) -> None:
-    """Check the settings that matter only in `Trainer.fit`. Raises like `check_trainer`."""
     if trainer.max_steps < 1:
         raise ConfigurationError(
             f"max_steps: {trainer.max_steps} must be 1 or more, because the rollout stream has no end; give "

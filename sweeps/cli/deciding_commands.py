@@ -97,7 +97,6 @@ def rank_json(ranking: Ranking, *others: AsJson | None) -> dict[str, Any]:
 
 
 def _check_axes(options: argparse.Namespace) -> None:
-    """Check `--axes`, `--rate` and the compute window against each other, before any data are read."""
     if options.axes is None and options.rate is not None:
         raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
     if options.rate is not None and not 0 < options.rate < float("inf"):
@@ -107,7 +106,6 @@ def _check_axes(options: argparse.Namespace) -> None:
 
 
 def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
-    """Return the compute axes along which to rank; None without `--axes`."""
     from sweeps.source.journals import axes_of
 
     if options.axes is None:

@@ -168,7 +168,6 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def _count_adopted(self, study: Study) -> None:
-        """Let adopted runs replace the members with the same values."""
         if not any(state.adopted for state in study.ledger.fold().values()):
             return
         from sweeps.launch.adopted import count_adopted

@@ -105,7 +105,6 @@ def _one_line_errors() -> tuple[type[Exception], ...]:
 
 
 def _unknown_command(word: str, names: Collection[str]) -> str:
-    """Return the error message for an unknown command, which suggests the most similar name."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, names, n=1)
@@ -114,8 +113,6 @@ def _unknown_command(word: str, names: Collection[str]) -> str:
 
 
 def _lazy_handler(module: str, function: str) -> Handler:
-    """Return a handler that imports the command's module when it runs."""
-
     def handler(options: argparse.Namespace) -> int | None:
         if module in _CALCULATING_MODULES:
             multiply_on_one_thread()
@@ -131,7 +128,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    """Make the argument parser, and return it with the names of all commands."""
     parser = argparse.ArgumentParser(
         prog="scalerl",
         description="Run RL recipes, fit their reward over compute, and rank them with a stated certainty.",
@@ -777,7 +773,6 @@ def _number(text: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Parse a number; refuse NaN and infinity."""
     try:
         value = float(text)
     except ValueError:
@@ -788,7 +783,6 @@ def _finite(text: str) -> float:
 
 
 def _r0(text: str) -> R0Mode:
-    """Parse `first`, `free` or a reward as a number."""
     if text in ("first", "free"):
         return cast("R0Mode", text)
     try:

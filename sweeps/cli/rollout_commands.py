@@ -60,7 +60,6 @@ def _matching(group: Group, options: argparse.Namespace) -> list[Rollout]:
 
 
 def _lines(group: Group, rollouts: Sequence[Rollout], width: int, max_lines: int | None) -> Iterator[str]:
-    """Yield the lines that show a group: its prompt, result and answer, then these rollouts."""
     count = len(group["rollouts"])
     scored = [rollout for rollout in group["rollouts"] if rollout["outcome"] == "score"]
     rate = f", {sum(rollout['correct'] for rollout in scored)} of {len(scored)} right" if scored else ""

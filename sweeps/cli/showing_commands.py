@@ -78,7 +78,6 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def _other_study(options: argparse.Namespace) -> OtherStudy:
-    """Load, fit and rank the study of `--beside` with the same options as the reported study."""
     from sweeps.decide.rank import rank
     from sweeps.report.page import OtherStudy
 

@@ -166,7 +166,6 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
 
 
 def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Screen:
-    """Return the screen with the newest ranking and the warnings of the fits."""
     screen = reader.screen
     departed = [f"{recipe}: {warning}" for recipe, warning in fits.departures.items() if warning]
     return replace(
@@ -203,7 +202,6 @@ def _collect_errors(problems: list[str]) -> Iterator[None]:
 
 
 def _scheduler(folder: Path) -> Scheduler | None:
-    """Return the scheduler of a study's cluster; None if there is none, or it cannot be queried from here."""
     try:
         return LaunchSettings.scheduler_of(folder)
     except UserError:

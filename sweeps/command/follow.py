@@ -258,7 +258,6 @@ class Follower:
         return self._record(self._attempt, final)
 
     def _add_new_rows(self, found: SourceMetrics) -> None:
-        """Add the rows that this attempt has logged since the last poll."""
         if found.version != self._version:
             self._version, self._attempt, self._rows_read, self._cut_back = found.version, _AttemptMetrics(), {}, None
         if self.began_anew and any(
@@ -366,7 +365,6 @@ class Follower:
         return True
 
     def _write(self, attempt: _AttemptMetrics, new: Sequence[int], computes: Sequence[float]) -> None:
-        """Write the records of these steps of an attempt, with the compute at each."""
         first_set = next(iter(self._command.rewards.values()))
         for step, compute in zip(new, computes, strict=True):
             values = attempt.at(step)
@@ -636,6 +634,5 @@ def _newest_start(column: Column) -> int:
 
 
 def _equal_rows(before: Column, now: Column) -> int:
-    """Return how many rows at the beginning of two columns are equal."""
     length = min(len(before), len(now))
     return next((n for n in range(length) if before[n] != now[n]), length)

@@ -121,7 +121,6 @@ class Rows:
                     self.columns[name].append((values[self._column], values[name]))
 
     def _rebuild(self) -> None:
-        """Build the columns again, because another column has become the step column."""
         self.version += 1
         steps = dict(self._cells.get(self._column or "", ()))
         for name, column in self.columns.items():
@@ -156,7 +155,6 @@ class GrowingLog:
         self._begin()
 
     def _begin(self) -> None:
-        """Start at the beginning of the file, with an empty table."""
         self._versions += self.rows.version + 1
         self.rows = self._new_rows()
         self.left_out = 0  # number of damaged lines

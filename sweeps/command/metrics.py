@@ -165,5 +165,4 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a file, or all files in a folder at any depth, sorted."""
     return [path] if not path.is_dir() else sorted(file for file in path.rglob("*") if file.is_file())

@@ -226,7 +226,6 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _check_syntax(name: str, text: str) -> None:
-    """Raise UserError if the text of a TOML, JSON or YAML file cannot be parsed."""
     try:
         if name.endswith(".toml"):
             tomllib.loads(text)
@@ -254,7 +253,6 @@ def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
 
 
 def _label_from_template(config: Mapping[str, Any]) -> str | None:
-    """Return a member's label, from the template `label` in the user's file; None if there is no template."""
     label = config.get("label")
     if label is None:
         return None

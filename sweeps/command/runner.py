@@ -267,7 +267,6 @@ class _Member:
         self._record_end(ended)
 
     def _follow(self, tree: Tree) -> Ended:
-        """Follow the command to its end, and forward a request to stop."""
         wait_s, last_duration = _POLL_S, 0.0
         last_poll = time.monotonic()
         while (ended := tree.wait(min(wait_s, _STOP_CHECK_S))) is None:
@@ -382,7 +381,6 @@ class _Member:
         )
 
     def _fail(self, reason: str, kind: type[CommandFailedError] = CommandFailedError) -> None:
-        """Record the run as failed, and raise an error of class `kind`."""
         self._lease.check()
         self._journal.end(max(self._follower.last_step, 0), "failed", reason)
         raise kind(reason)

@@ -186,7 +186,6 @@ def _outcome(run: str, exit_code: int, run_dir: Path, errors: Connection) -> Out
 
 
 def _use_threads(count: int) -> None:
-    """Set the number of CPU threads of this process, also in torch if that is already imported."""
     for name in THREADS:
         os.environ[name] = str(count)
     if (torch := sys.modules.get("torch")) is not None:

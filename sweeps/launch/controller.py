@@ -135,7 +135,6 @@ class Controller:
     # --- submit ----------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        """Submit as many queued members as the executor accepts."""
         if not self._waiting:
             return
         # Get the list now: it may have grown since the member failed.
@@ -256,7 +255,6 @@ class Controller:
         self._carry_out(actions)
 
     def _wish(self, decider: Decider) -> Wish:
-        """Return the decider's wish, after printing its messages."""
         queued = self._executor.queued()
         wish = decider.wish(self.records.states, set(self._executor.running()) - queued, queued)
         for line in wish.messages:
@@ -265,7 +263,6 @@ class Controller:
         return wish
 
     def _add(self, specs: Sequence[RunSpec]) -> None:
-        """Add members that the decider wants, and queue those that are not done."""
         if not specs:
             return
         self.records.check_lease()

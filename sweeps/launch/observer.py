@@ -260,7 +260,6 @@ class Progress(Observer):
         self._live.console.print(Text.assemble(parts[0], (parts[1], STYLES.get(state, "")), parts[2]))
 
     def _draw(self, live: Live, summary: str, running: Sequence[RunSpec]) -> None:
-        """Draw the summary, and as many running members as the terminal has lines."""
         from rich.console import Group
         from rich.text import Text
 

@@ -201,7 +201,6 @@ class _Rates:
 
 
 def _scale(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the groups `SCALE` of a configuration, each as a JSON text."""
     return {name: json.dumps(config[name], sort_keys=True, default=str) for name in SCALE if name in config}
 
 

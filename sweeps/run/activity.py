@@ -188,7 +188,6 @@ def _stacks() -> str:
 
 
 def _debugged() -> bool:
-    """Return whether a thread is in a debugger."""
     frames = sys._current_frames().values()
     return any(frame.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for frame in _frames(innermost))
 

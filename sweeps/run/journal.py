@@ -290,7 +290,6 @@ class JournalParser:
 
 
 def _check_header(entry: Mapping[str, Any]) -> None:
-    """Raise ValueError if names in a header are not strings, or the seed is not an integer."""
     for name in ("recipe", "curve", "baseline", "axis", "compute_is"):
         if entry.get(name) is not None:
             fields.text(entry, name)

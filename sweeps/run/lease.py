@@ -404,7 +404,6 @@ class Lease:
             self._write(facts)
 
     def _replace_file(self) -> None:
-        """Replace the last holder's file with this process's file, atomically."""
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
         self.close()
         self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -528,7 +527,6 @@ def _this_process() -> dict[str, Any]:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return state and start time of a process on this machine, from /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 

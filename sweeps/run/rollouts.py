@@ -143,7 +143,6 @@ def written(rollout: dict[str, Any]) -> str:
 
 
 def _outcome_text(rollout: dict[str, Any]) -> str:
-    """Describe a rollout's reward, turns and length, or say why it has no reward."""
     if rollout["outcome"] != "score":
         return f"{rollout['outcome']}: {rollout['extra'].get('why', '')}"
     cut = ", cut off" if rollout["finish_reason"] == "length" else ""

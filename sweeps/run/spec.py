@@ -99,7 +99,6 @@ class RunSpec:
         return layout_of(self.config)
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields to store."""
         return {key: value for key, value in self.__dict__.items() if key != "cautions"}
 
     def header(self) -> dict[str, Any]:
@@ -206,7 +205,6 @@ class RunSpec:
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a field of a specification has the wrong type."""
     fields.run_name(values)
     for name in ("curve", "recipe", "baseline"):
         fields.text(values, name)

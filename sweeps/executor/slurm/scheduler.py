@@ -311,7 +311,6 @@ def _ignored_variables(environment: Mapping[str, str], keys: Collection[str], op
 
 
 def _queue_line(line: str) -> JobInfo | None:
-    """Parse a line of squeue; None if it has too few fields."""
     parts = line.split("|", 4)
     return JobInfo(parts[0], parts[1], parts[2], parts[3], parts[4]) if len(parts) == 5 else None
 

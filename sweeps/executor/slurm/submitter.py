@@ -197,7 +197,6 @@ class Submitter:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder of a refused submission, and its parent if that is then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()
