@@ -43,7 +43,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl
 _PROC = Path("/proc")
-_GRACE_S = 2.0  # seconds that processes of a command have to end by themselves after the command
+_GRACE_S = 2.0  # after a command has ended, seconds for its other processes to end by themselves
 
 
 def ended_with(code: int) -> str:

@@ -171,8 +171,8 @@ def _damage(file: Path | BinaryIO) -> str | None:
     if bad_record is not None:
         return f"damaged: the checksum of {bad_record} does not match"
     # The zip directory has no checksum. But its entries differ only in name, offset, size and checksum, so a flipped
-    # bit in any other field shows as a further difference. Without this check, a bit that makes an entry a folder would
-    # make torch read nothing, without an error.
+    # bit in any other field shows as a further difference. Without this check, a bit that marks an entry as a folder
+    # would make torch read nothing, without an error.
     if any(record.file_size != record.compress_size for record in records) or len({*map(_header_facts, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None

@@ -89,7 +89,7 @@ class Evaluate(Callback):
         self._evaluated: set[str] = set()  # entries of `sets` evaluated at `_last_step`; "": the task's own sets
 
     def follow(self, settings: Mapping[str, Any]) -> None:
-        """Set the arguments that the caller has not given to a recipe's values (`Recipe.evaluation`).
+        """Take the arguments that the caller has left out from a recipe (`Recipe.evaluation`).
 
         Raises:
             ConfigurationError: a value is invalid.

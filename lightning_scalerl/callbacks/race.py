@@ -42,7 +42,7 @@ class Race(Recorder):
     Args:
         study: folder that contains the directories of all runs of the race, including this one's.
         budget: compute of one run at which recipes are compared, in the unit of `axis`.
-        p_ahead: the recipe is stopped if its probability of ending ahead is below this.
+        p_ahead: the recipe is stopped if its probability of ending ahead of the favourite is below this.
         looks: number of looks in a row that must find it below `p_ahead`.
         first: share of the budget at which the first look is taken.
         growth: factor by which compute grows from one look to the next.

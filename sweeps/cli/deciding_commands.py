@@ -69,7 +69,7 @@ def rank_command(options: argparse.Namespace) -> None:
 
 
 def ranked(options: argparse.Namespace, fits: Sequence[Fit], workers: int) -> Ranking:
-    """Rank the fitted recipes with the command's options. Details that only `--json` shows need that option."""
+    """Rank the fitted recipes with the command's options. Details that only `--json` prints are left out without it."""
     from sweeps.decide.rank import rank
 
     return rank(

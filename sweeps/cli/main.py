@@ -98,7 +98,7 @@ def _join_seed_pattern(arguments: Sequence[str]) -> list[str]:
 
 
 def _one_line_errors() -> tuple[type[Exception], ...]:
-    """Return the types of exceptions that are reported in one line. Called only after an error, because it imports."""
+    """Return the exception types that are reported in one line. It imports modules, so call it only after an error."""
     from sweeps.run.lease import LeaseLostError
 
     return (UserError, LeaseLostError)

@@ -138,7 +138,7 @@ class Follower:
         self._attempt = _AttemptMetrics()
         self._rows_read: dict[str, int] = {}
         self._version = -1
-        # First step whose row has changed in this attempt, because the command has cut its log back to a checkpoint; or
+        # First step whose row has changed in this attempt, because the command shortened its log to a checkpoint; or
         # None.
         self._cut_back: float | None = None
         # Columns and number of rows in the source at the last poll.
@@ -267,7 +267,7 @@ class Follower:
         unread = {name: column for name, column in found.columns.items() if name not in self._rows_read}
         # By column, the number of first rows that were there before this attempt.
         same = {name: _equal_rows(self._columns_before.get(name, []), column) for name, column in unread.items()}
-        # If the command has cut its log back to a checkpoint, all rows are new from the first step on that differs.
+        # If the command has shortened its log to a checkpoint, all rows are new from the first step on that differs.
         differing_steps = [
             c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._columns_before.get(n, [])))
         ]

@@ -263,7 +263,7 @@ class GrowingLog:
         if not any(header_cells):
             return
         header = ",".join(header_cells)
-        # A single column, JSON, or a separator other than a comma.
+        # Not plain CSV: a single column, JSON, or a separator other than a comma.
         if (
             len(header_cells) < 2
             or header_cells[0][:1] in ("{", "[")

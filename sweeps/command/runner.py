@@ -169,7 +169,7 @@ class _Member:
     def _read_attempts(self, earlier: JournalView | None) -> None:
         """Count the earlier attempts, and read where they left half a line in the metrics.
 
-        The journal has both. Versions before this one wrote them only to command.json, the file of the newest attempt.
+        The journal has both. Earlier versions wrote them only to command.json, the file of the newest attempt.
         That file also shows that there was an attempt if the journal is lost.
         """
         newest = read_json(self._run_dir / ATTEMPT_FILE)

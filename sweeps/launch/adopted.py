@@ -67,7 +67,7 @@ def fields_of(spec: RunSpec) -> dict[str, Any]:
 
 @contextmanager
 def hold_lease(directory: Path) -> Iterator[None]:
-    """Hold the study's lease in a `with` block, so that no process launches or collects the study meanwhile."""
+    """Hold the study's lease in a `with` block, so that no other process runs it meanwhile."""
     lease = Lease(directory, LEASE_NAME)
     with naming("STUDY"):
         make_private(directory)

@@ -273,7 +273,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     common = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
-    if common == len(new) < len(old):  # the source was cut back, e.g. to a checkpoint: keep all
+    if common == len(new) < len(old):  # the source lost points, e.g. back to a checkpoint: keep all
         what, count, remark = "unchanged", len(old), "has fewer points than when it was adopted"
     # The steps in the specification are compared too, because an earlier process may have been killed between writing
     # the journal and writing the specification.

@@ -121,7 +121,7 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
 def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
     """Remove the removable files of the given kinds.
 
-    The study's lease is held meanwhile, so that no process launches or collects the study.
+    The study's lease is held meanwhile, so that no other process runs the study.
 
     Returns:
         The removed files, in an inventory of the study.

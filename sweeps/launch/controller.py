@@ -96,7 +96,7 @@ class Controller:
                 self._audience.report(self._executor)
             self._accept()
         except (UserError, OSError):
-            raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
+            raise  # if nothing was accepted yet, `Study.prepare` rolls back
         except BaseException:
             self.records.rollback.commit()  # interrupted: the same command continues the study
             raise
@@ -444,7 +444,7 @@ class Records:
         return added
 
     def plan(self, frozen: Sequence[RunSpec]) -> None:
-        """Write the specifications `frozen`, then record new members and changed checksums in the ledger.
+        """Write these specifications, then record new members and changed checksums in the ledger.
 
         In this order, every member in the ledger has a specification, even if this process dies in between.
         """

@@ -21,7 +21,7 @@ _LATEST = 32  # number of members that ended last, used to estimate the overhead
 
 @dataclass
 class _Member:
-    """Observations of one member. An advance is a look at which its step was higher than before.
+    """Observations of one member. An advance is an observation of a higher step than before.
 
     Attributes:
         recipe: label of its recipe.

@@ -10,7 +10,7 @@ from sweeps.run.provenance import changes_line
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
-    """Average each run's last `mechanism/<axis>` over runs. It measures whether the choice on an axis had an effect.
+    """Average the last `mechanism/<axis>` of each run, which shows whether the choice on the axis had an effect.
 
     Returns:
         Mean over the runs of each recipe, in [0, 1], by recipe label and axis. Recipes without this metric are missing.

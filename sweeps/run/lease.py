@@ -122,14 +122,14 @@ class _Flock:
         return False
 
     def release(self) -> None:
-        """Unlock, then close. Closing alone would keep the lock if a child process has inherited the descriptor."""
+        """Unlock the file, then close it. Closing alone would not unlock it if a child has inherited the descriptor."""
         if self._descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.close()
 
     def close(self) -> None:
-        """Close without unlocking, in a child process: unlocking would also release its parent's lock."""
+        """Close the file without unlocking it, in a child process: unlocking would also release its parent's lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -435,7 +435,7 @@ class Lease:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            return {"token": None, "unreadable": True}  # not free, because the file exists
+            return {"token": None, "unreadable": True}  # the file exists, so the lease is not free
         return facts if isinstance(facts, dict) else {}
 
 

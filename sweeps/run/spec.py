@@ -95,7 +95,7 @@ class RunSpec:
 
     @property
     def layout(self) -> tuple[int, int] | None:
-        """Numbers of nodes and of ranks per node that the run requires (group `strategy`); None for any numbers."""
+        """Numbers of nodes and of ranks per node that the run requires (group `strategy`); None if not set."""
         return layout_of(self.config)
 
     def _fields(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Texts:
         self._known: dict[int, tuple[Any, str]] = {}
 
     def of(self, values: Mapping[str, Any], shared: Sequence[str]) -> str:
-        """Encode one object. What is inside its fields `shared` is cached for other objects."""
+        """Encode one object. The values in its fields `shared` are cached, because other objects share them."""
         lines = []
         for key, value in values.items():
             if key in shared and value and all(isinstance(name, str) for name in value):

@@ -15,7 +15,7 @@ from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalParser, Journa
 # Beginning of a record, as `Journal` writes it.
 _RECORD = re.compile(rb'\{"kind":"(train|eval)","time":[-+.\deE]+,"step":(-?\d+),"metrics":\{')
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # the last bytes read are hashed, up to this many, to notice that the file was changed or replaced
+_MARK_BYTES = 4096  # number of bytes read last that are hashed, to notice changes of the file
 
 
 class JournalTail:
