@@ -281,7 +281,7 @@ class _Member:
                 print(f"  step {self._follower.last_step} of {self._spec.steps}", flush=True)
             last_poll = time.monotonic()
             min_s = _REMOTE_POLL_S if self._command.remote else _POLL_S
-            # Count the shorter of the last two polls: the first poll of a file also imports its reader, which takes
+            # Go by the shorter of the last two polls: the first one of a file also imports its reader, which takes
             # seconds on a busy machine, and a race would then get no metrics for ten times as long.
             last_duration, duration = last_poll - began, min(last_duration, last_poll - began)
             wait_s = max(min_s, _POLL_FACTOR * duration)

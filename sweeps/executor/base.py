@@ -110,7 +110,7 @@ class Executor(Protocol):
         """Return the members of `running` that are still queued."""
 
     def settled(self) -> bool:
-        """Return whether it is known of every started member that it runs, or that it has ended."""
+        """Return whether the executor knows, for every started member, whether it runs or has ended."""
 
     def close(self) -> None:
         """End the members, unless they outlive this process."""

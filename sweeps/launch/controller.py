@@ -245,7 +245,7 @@ class Controller:
             return
         self.records.check_lease()
         at_work = self._executor.running()
-        self._wish(self._decider)  # once before `members`, because here the decider reads the journals
+        self._wish(self._decider)  # before `members`, because this lets the decider read the journals
         self._add(self._decider.members(self.records.states))
         wish = self._wish(self._decider)
         actions = decisions.wished_actions(

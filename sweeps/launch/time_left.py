@@ -65,7 +65,7 @@ class TimeLeft:
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._overheads: list[float] = []  # by ended member, seconds besides its steps: start, last evaluation
-        self._slots: list[int] = []  # numbers of running members in the last calls
+        self._slots: list[int] = []  # number of running members at each of the last calls
         self._last_estimate: tuple[float, float] | None = None  # (time, value) of the last estimate
         self._work = 0.0  # steps of all members, done and remaining, at the last estimate
 

@@ -282,7 +282,7 @@ class JournalParser:
         self._reached = max(step, 0)
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Drop the records up to these steps, by kind, now and whenever such records are read later."""
+        """For each kind, drop the records up to a step, now and whenever such records are read later."""
         self.forgotten = {
             kind: max(step, self.forgotten.get(kind, step)) for kind, step in {**self.forgotten, **steps}.items()
         }
