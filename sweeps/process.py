@@ -196,7 +196,7 @@ def kill_group(leader: int) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended.
+    """End of a command.
 
     Attributes:
         code: exit code, or minus the number of the signal that killed it.

@@ -24,7 +24,7 @@ FLOPS_PER_PARAMETER = 6
 
 @dataclass(frozen=True)
 class Compute:
-    """How a member's compute is measured: by a metric that its trainer logs, by its steps, or by wall-clock time.
+    """Measure of a member's compute: by a metric that its trainer logs, by its steps, or by wall-clock time.
 
     Attributes:
         unit: `steps`, `tokens`, `device_hours` or `flops`.
@@ -49,7 +49,7 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Whether compute is the wall-clock time for which the command runs."""
+        """True if compute is the wall-clock time for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property

@@ -148,7 +148,7 @@ class Follower:
 
     @property
     def has_logged(self) -> bool:
-        """Whether this attempt has logged a step."""
+        """True if this attempt has logged a step."""
         return bool(self._recorded)
 
     def catch_up(self) -> None:

@@ -33,7 +33,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Ending(Enum):
-    """How to treat a log's last line if it has no newline.
+    """Treatment of a log's last line if it has no newline.
 
     OPEN: the line is still being written, so ignore it. TORN: the writer has ended abnormally, so accept a complete
     JSON object, but not a CSV line, which may lack digits. WHOLE: the writer has ended normally, so accept the line.
@@ -128,7 +128,7 @@ class Rows:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the log has a step column."""
+        """True if the log has a step column."""
         return self._column is not None
 
 

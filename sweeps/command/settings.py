@@ -96,7 +96,7 @@ class Command:
 
     @property
     def remote(self) -> bool:
-        """Whether the metrics are read from an address, not from a file."""
+        """True if the metrics are read from an address, not from a file."""
         return self.source.startswith(_REMOTE)
 
     def newest_checkpoint(self) -> str | None:

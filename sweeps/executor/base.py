@@ -40,7 +40,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a member's process or job ended.
+    """End of a member's process or job.
 
     Attributes:
         run: identity of the member.

@@ -37,7 +37,7 @@ class Cluster(Protocol):
 
     @property
     def asks_for_gpus(self) -> bool:
-        """Whether a job requests GPUs."""
+        """True if a job requests GPUs."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -38,7 +38,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt of a member ended, according to the executor, the member's journal and the history of the nodes.
+    """End of a member's attempt, according to the executor, the member's journal and the history of the nodes.
 
     Attributes:
         run: identity of the member.

@@ -104,7 +104,7 @@ class LaunchSettings:
 
     @property
     def outlives(self) -> bool:
-        """Whether members are cluster jobs, which continue when this process ends."""
+        """True if members are cluster jobs, which continue when this process ends."""
         return self.cluster is not None
 
     @staticmethod

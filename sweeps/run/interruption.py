@@ -68,7 +68,7 @@ class Interruption:
 
     @property
     def requested(self) -> bool:
-        """Whether the run should stop at its next step boundary."""
+        """True if the run should stop at its next step boundary."""
         return self.reason is not None
 
     def request(self, reason: str) -> None:
