@@ -387,7 +387,7 @@ def _guard() -> None:
 def _reset_signals(stops_by: int | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops_by == signal.SIGUSR2:  # otherwise it stays ignored, because the member asks the command to stop
+    if stops_by == signal.SIGUSR2:  # otherwise it stays ignored: the member passes on the warning in its own way
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
 """Facts about the current SLURM job: ids, ranks, restarts, tasks. Only this module reads `SLURM_*`.
 
 submitit provides ids and ranks. This module adds the number of restarts, the node's name in SLURM, and the numbers of
-tasks and nodes of the current `srun` step, which are not those of the job. `sweeps.executor.slurm` never reads such
-variables; it writes them into batch scripts, or removes them.
+tasks and nodes of the current `srun` step, which are not those of the job. `sweeps.executor.slurm` only writes such
+variables into batch scripts, or removes them.
 """
 
 from __future__ import annotations
