@@ -56,7 +56,7 @@ SPENT = "compute/spent"
 
 
 class RacingRun:
-    """One run of a user's training loop in a study's folder: its journal, and the looks of its race.
+    """One run of a user's training loop in a study's folder. It writes the journal, and decides when to stop.
 
     Only one process may use it. With several ranks, use it on one of them, and broadcast its answer.
 

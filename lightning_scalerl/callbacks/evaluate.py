@@ -40,12 +40,12 @@ _FROM_RECIPE: Literal["recipe"] = "recipe"
 
 
 class Evaluate(Callback):
-    """Measures the pass rate on held-out prompts before the first step, every n steps, and after the last.
+    """Callback that measures the pass rate on held-out prompts: before step 1, every n steps, and after the last.
 
     Each evaluation is a Lightning validation, after which EarlyStopping and ModelCheckpoint act. It records
     `eval/<set>/pass_rate` with its standard error for this fixed set of prompts, pass rates by difficulty, and pass@k
     and maj@k for k = 2, 4, 8, ... up to `samples` (`sweeps.run.pass_at_k`). The compute of evaluations is measured
-    separately, and is part of no compute axis. All recipes get the same random numbers.
+    separately, and is part of no compute axis.
 
     Arguments that are not given come from the recipe (its configuration group `evaluation`, which a scale may set), as
     in `scalerl train`. Otherwise the defaults are 10 steps, 4 samples, seed 0 and all prompts.

@@ -19,7 +19,9 @@ from sweeps.run.rollouts import cut_groups, write_groups
 
 
 class RolloutLog(Callback):
-    """Writes some groups of step 1 and of every n-th step: those with ungraded rollouts first, then others at random.
+    """Callback that writes some rollout groups of step 1 and of every n-th step to a file.
+
+    Groups with ungraded rollouts are chosen first, then others at random.
 
     Args:
         run_dir: the run's directory.

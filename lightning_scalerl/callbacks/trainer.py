@@ -368,9 +368,9 @@ class ParameterSummary(ModelSummary):
 
 
 class StepHooks(Callback):
-    """Calls the EarlyStopping and ModelCheckpoint callbacks that monitor `train/...` after every optimizer step.
+    """Callback that calls, after every optimizer step, the EarlyStopping and ModelCheckpoint that monitor `train/...`.
 
-    At the end of Lightning's epoch they are disabled, because they have already acted on the last step.
+    At the end of Lightning's epoch those are disabled, because they have already acted on the last step.
     """
 
     def __init__(self) -> None:

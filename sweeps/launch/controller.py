@@ -126,7 +126,7 @@ class Controller:
                 self.records.append("started", [{"run": launch.run, **job}])
         for run in jobs:
             self._sizes[run] = (0, 0)
-            # If an earlier controller asked the member to stop, an end for that reason is not a failure.
+            # If an earlier controller asked the member to stop, the member's end is not a failure.
             if (why := requested_stop(self.records.run_dir(run))) is not None:
                 self._stop_reasons[run] = why
         waiting = {*self._waiting, *runs} - jobs.keys()

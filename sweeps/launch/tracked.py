@@ -36,7 +36,7 @@ class TrackingObserver(Observer):
         self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
         self._shipper: Shipper | None = None
         self._statuses: dict[str, str] = {}
-        self._were_stopped: set[str] = set()  # members that were ever stopped, also if they have resumed
+        self._were_stopped: set[str] = set()  # members that were stopped at some time, even if they have resumed since
         self._next_try = 0.0
         self._uncreated: list[RunSpec] = []  # added members that the store does not have yet
 

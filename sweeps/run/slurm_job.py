@@ -2,8 +2,8 @@
 
 submitit provides ids and ranks. This module adds the number of restarts, the node's name in SLURM, and the numbers of
 tasks and nodes of the current `srun` step, which are not those of the job. Only this module takes facts about the job
-from `SLURM_*`. `sweeps.executor.slurm` writes such variables into batch scripts or removes them. It warns about a removed
-variable that would have set an option of sbatch.
+from `SLURM_*`. `sweeps.executor.slurm` writes such variables into batch scripts or removes them. It warns about a
+removed variable that would have set an option of sbatch.
 """
 
 from __future__ import annotations
