@@ -23,7 +23,7 @@ from sweeps.terminal import counted
 _log = logging.getLogger(__name__)
 
 _MAX_PAUSE_S = 300.0
-# Minutes to wait before a member is retried while another copy of it runs: shortest and longest wait. Each is twice the
+# Shortest and longest wait in minutes before a member is retried while another copy of it runs. Each wait is twice the
 # one before.
 _FIRST_DELAY_MIN, _MAX_DELAY_MIN = 10, 240
 
