@@ -119,8 +119,8 @@ class Ranking(AsJson):
         leader: recipe to choose, see `sweeps.decide.standing.Standing`; None where nothing is known.
         sentence: the choice by asymptote in words.
         shared_a: mean A of the tied recipes; None without a tie.
-        ranking: all recipes, those without an identifiable asymptote last. leave_one_out: variants compared with the
-        baseline.
+        ranking: all recipes, those without an identifiable asymptote last.
+        leave_one_out: variants compared with the baseline.
         pairing: seeds by which recipes were compared in pairs; None unless all identifiable recipes have the same
             seeds, with enough of them (`paired_seed_spread`).
         comparisons: forecasts by every family of curves for each identifiable recipe; empty if `rank` was called with
