@@ -1,4 +1,4 @@
-"""Format a ranking as text for a terminal: the output of `scalerl rank`, and of a study that ends."""
+"""Format a ranking as text for a terminal, for `scalerl rank` and the end of a study."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
     for entry in rewards.rows:
         row = [entry.recipe, format_interval(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            # Compute as a multiple of the fastest recipe's compute. For the fastest recipe itself it is 1.
+            # Compute as a multiple of the fastest recipe's compute, which is 1 for that recipe.
             row += [
                 format_interval(entry.C, ".4g"),
                 "1" if entry.recipe == rewards.fastest else format_interval(entry.ratio, ".2f"),
@@ -91,7 +91,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
 
 
 def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a ranking on several axes: each recipe's place, reward and probability of the highest."""
+    """Return head and rows of a ranking on several axes: each recipe's place, reward and chance of being highest."""
     head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in by_axis.columns)]
     rows = []
     for recipe in by_axis.recipes:
@@ -111,7 +111,7 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
 def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of a table with the rankings by pass@1 and by pass@k side by side.
 
-    For each metric, the table has the place and the reward at common compute, then the rank and the asymptote.
+    For each metric, it has the place and the reward at common compute, then the rank and the asymptote.
     """
     names = ("pass@1", f"pass@{at_k.k}")
     head = ["recipe", *(f"{name} at {at_k.compute:.4g}" for name in names), *(f"A of {name}" for name in names)]
