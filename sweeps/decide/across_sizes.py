@@ -83,7 +83,6 @@ class AcrossSizes(AsJson):
         return self._on_line(np.log(size)) + self.scatter * rng.standard_normal(self.scatter.shape)
 
     def _on_line(self, log_size: float) -> Array:
-        """Return draws of the lines' values at a size, (D, 4)."""
         return np.asarray(self.lines[..., 0] + self.lines[..., 1] * (log_size - np.log(self.sizes).mean()))
 
     def ceiling(self, size: float) -> Interval:

@@ -206,7 +206,6 @@ def _interval(value: float, draws: Array, single_run: bool) -> Interval:
 
 
 def _sentence(rows: Sequence[AggregateRow], sets: Sequence[str], compute: float) -> str:
-    """Describe the recipe with the highest interquartile mean, and its improvement over the second."""
     first = rows[0]
     text = (
         f"over {counted(len(sets), 'set')} ({', '.join(sets)}) at compute {compute:.4g}, which all runs reached, "

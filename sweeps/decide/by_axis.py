@@ -104,7 +104,6 @@ def _multiply(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _sentence(columns: Sequence[Column]) -> str:
-    """Name the recipe with the highest reward on each axis, with the lowest of its probabilities over those axes."""
     by_first: dict[str, list[Column]] = {}
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)

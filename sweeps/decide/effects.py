@@ -291,7 +291,6 @@ class _Design:
         return cls(main, pairs.reshape(len(cells), len(level_pairs)), np.array(rows), tuple(effects))
 
     def of_cells(self, which: Sequence[int]) -> _Design:
-        """Return the design matrix of the cells at these indices only."""
         return _Design(self.main[which], self.pairs[which], self.coefficients, self.effects)
 
 

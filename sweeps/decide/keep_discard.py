@@ -113,7 +113,6 @@ class _Estimate:
 
     @property
     def interval(self) -> Interval:
-        """The 95% interval of the difference."""
         half = self.error * -float(stdtrit(self.degrees, _TAIL))
         return Interval(self.value, self.value - half, self.value + half)
 

@@ -518,7 +518,6 @@ def _make_split(
     remaining: float,
     sentence: str,
 ) -> Split:
-    """Assemble the split from the paid steps; `sentence` is used if nothing is committed to a winner."""
     shares, commit = [], None
     for fit in fits:
         step = paid_steps.get(fit.recipe)

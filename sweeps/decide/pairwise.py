@@ -440,7 +440,6 @@ def _verdict(difference: Interval, margin: float) -> str:
 
 
 def _sentence(row: Difference, margin: float) -> str:
-    """Describe a comparison: the difference in reward, and the ratio of computes if it excludes 1."""
     one, two, ratio = row.recipe, row.other, row.ratio
     at, by = f"at compute {row.compute:.4g}", format_interval(row.R, "+.3f")
     if row.verdict in (HIGHER, LOWER):

@@ -156,7 +156,6 @@ def if_reached(interval: Interval | None) -> Interval | None:
 
 
 def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) -> str:
-    """Describe where the target is relative to the evaluated compute, and how sure that is."""
     assert compute.value is not None and fit.window is not None
     end = fit.window[1]
     if reached:

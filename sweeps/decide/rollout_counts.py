@@ -100,7 +100,6 @@ def best_rollouts(
 
 
 def _compare_counts(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
-    """Compare the numbers of rollouts of one recipe and difficulty by joint draws of their rewards at the budget."""
     readable_values = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
     draws = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in readable_values}
     p_best = dict(zip(readable_values, chances_of_being_best(list(draws.values())), strict=True))

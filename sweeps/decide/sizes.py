@@ -204,12 +204,10 @@ def compare_sizes(
 
 
 def _last_compute(by_size: Mapping[float, Fit]) -> float:
-    """Return the largest compute of all evaluations."""
     return max(float(fit.curve.compute.max()) for fit in by_size.values())
 
 
 def _first_compute(by_size: Mapping[float, Fit]) -> float:
-    """Return the smallest compute above 0 of all evaluations."""
     return min(float(fit.curve.compute[fit.curve.compute > 0].min()) for fit in by_size.values())
 
 
@@ -264,7 +262,6 @@ def overtaking_compute(lead: Array, grid: Array) -> Array:
 
 
 def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
-    """Describe for each law whether the crossing is within the data, beyond the data, or never."""
     words = []
     for name, crossing in (("power law", law), ("sigmoid", sigmoid)):
         if crossing is None:
@@ -364,7 +361,6 @@ def _p_best(values: Array, values_of_run_sizes: Sequence[Array]) -> float:
 def _compute_to_target(
     law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, new_sizes: Sequence[float]
 ) -> tuple[SizeReach, ...]:
-    """Return the compute at which every size, run or not, reaches the target, by each law."""
     far = FAR * _last_compute(by_size)
     grid = np.concatenate([[0.0], np.geomspace(_first_compute(by_size) / 10, far, _GRID)])
     rows = []
@@ -378,7 +374,6 @@ def _compute_to_target(
 
 
 def _sentence(choices: Sequence[SizeChoice], budget: float | None, test_errors: HeldOut) -> str:
-    """Name the best size by the law that predicts better or, if neither does, by both."""
     run_sizes = [choice for choice in choices if not choice.extrapolation]
     by_law = max(run_sizes, key=lambda choice: choice.p_best)
     answers = {"power law": (by_law.size, by_law.p_best)}

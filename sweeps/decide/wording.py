@@ -96,12 +96,10 @@ def windows_text(windows: float) -> str:
 
 
 def _join(names: Sequence[str], word: str) -> str:
-    """Join names with commas, and the last with `and` or `or`."""
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _either(names: Sequence[str]) -> str:
-    """Join the names of one or two recipes with "or"; for more recipes return "any of N recipes"."""
     return _join(names, "or") if len(names) < 3 else f"any of {len(names)} recipes"
 
 
@@ -110,7 +108,6 @@ _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eigh
 
 
 def _describe_slower(standing: Standing) -> str:
-    """Describe how much compute the slower tied recipes need to 90% of the gain, as a multiple of the first's."""
     slower, count = standing.slower, len(standing.slower)
     ratios = [ratio for recipe in slower if (ratio := standing.ratio(recipe)) is not None]
     subject = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
@@ -124,7 +121,6 @@ def _describe_slower(standing: Standing) -> str:
 
 
 def _describe_faster(standing: Standing) -> str:
-    """Describe the compute that the faster tied recipes need, and how certain their ceilings are."""
     descriptions = []
     for recipe in standing.faster:
         ratio = standing.ratio(recipe)
@@ -148,7 +144,6 @@ def multiple(ratio: Interval) -> str:
 
 
 def _describe_unranked(standing: Standing) -> str:
-    """Describe how many recipes cannot be ranked, and which of them could be best; empty if all are ranked."""
     total = len(standing.verdicts)
     unranked_count = total - len(standing.ranked)
     text = f". {unranked_count} of {total} recipes cannot be ranked" if unranked_count and total > 1 else ""

@@ -70,7 +70,6 @@ def _outlying_seeds(curve: Curve) -> list[tuple[BadSeed, float]]:
 
 
 def _worst_seed(curve: Curve) -> BadSeed | None:
-    """Return the seed with the largest gap relative to its limit; None if no gap exceeds its limit."""
     return max(_outlying_seeds(curve), key=lambda pair: abs(pair[0].by) / pair[1], default=(None, 0.0))[0]
 
 

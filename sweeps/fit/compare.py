@@ -337,7 +337,6 @@ def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
 
 
 def _error(points: Points, options: FitOptions, parts: Sequence[_HeldOut], bounds: tuple[float, float]) -> float:
-    """Return the mean absolute error, in reward, of a family over all held-out evaluations."""
     errors = []
     for part in parts:
         # `take` renumbers the seeds. Map held-out seeds to the new numbers, and seeds not seen before the origin to -1.

@@ -149,7 +149,6 @@ class OutlookInputs:
         return resampled
 
     def _outlook_from(self, futures: Futures, family_futures: Futures, log_evidence: Mapping[str, float]) -> Outlook:
-        """Create the outlook from draws under all laws and under the fitted family, in the curve's units."""
         # A point is a mean of several evaluations. One evaluation is noisier by the square root of their number.
         family = self.options.curve_family
         noise = self.width * self.evaluations_per_point**0.5 * futures.noise
@@ -192,7 +191,6 @@ class OutlookInputs:
 
     @property
     def _fixed(self) -> tuple[float | None, float | None]:
-        """R0 and A where the options fix them, in reward."""
         r0 = None if isinstance(self.options.r0, str) else self.options.r0
         return 0.0 if self.options.family == "sigmoid_zero" else r0, self.options.asymptote
 

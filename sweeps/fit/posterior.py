@@ -212,7 +212,6 @@ class Futures:
         return np.asarray(self.walk[:, right_node - 1] * (1 - fraction) + self.walk[:, right_node] * fraction)
 
     def _law_at(self, x: Array) -> Array:
-        """Return the reward (K, m) by the law alone at computes x (m,)."""
         rewards = np.empty((len(self.law), len(x)))
         with np.errstate(divide="ignore"):
             log_x = np.log(x)[None]
@@ -516,7 +515,6 @@ class _StudentT:
         return np.asarray(self.mean + scale * rng.standard_normal((count, len(self.mean))) @ self.root.T)
 
     def log_density(self, x: Array) -> Array:
-        """Return the log density (k,) at points (k, d)."""
         d = len(self.mean)
         squares = (np.linalg.solve(self.root, (x - self.mean).T) ** 2).sum(0)
         norm = gammaln((_TAIL + d) / 2) - gammaln(_TAIL / 2) - d / 2 * np.log(_TAIL * np.pi)

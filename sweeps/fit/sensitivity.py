@@ -156,7 +156,6 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _contains(interval: Interval, value: float) -> bool:
-    """Return whether an interval contains a value. An open bound is no limit."""
     return (interval.low is None or interval.low <= value) and (interval.high is None or value <= interval.high)
 
 

@@ -69,7 +69,6 @@ class Facts:
         return [view for view in self._runs if view.status == "failed"]
 
     def _dates(self) -> str:
-        """Return the first and the last day of the runs; empty without valid times."""
         times = [record.time for view in self._runs for record in (*view.records[:1], *view.records[-1:])]
         if not times or min(times) < _YEAR_2000:
             return ""
@@ -91,7 +90,6 @@ def _spent(view: JournalView, axis: str) -> float:
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the mapping with this name in a configuration; empty if there is none."""
     part = config.get(name)
     return part if isinstance(part, dict) else {}
 

@@ -246,7 +246,6 @@ def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, gho
 
 
 def _asymptote(fit: Fit) -> float:
-    """Return the A of an identifiable fit, which always has one."""
     assert fit.A.value is not None, "only identifiable recipes are ranked"
     return fit.A.value
 

@@ -216,5 +216,4 @@ def _fitted_curve(fit: Fit, curve: Curve, other_axes: Mapping[str, Array]) -> di
 
 
 def _round(value: float, digits: int = 4) -> float | None:
-    """Round a number to `digits` significant digits; None if it is not finite."""
     return float(f"{value:.{digits}g}") if np.isfinite(value) else None

@@ -42,7 +42,6 @@ def _draw_curves(
     fits: Mapping[str, Fit],
     points: Mapping[str, Curve],
 ) -> None:
-    """Draw the evaluations of all recipes, and their fitted curves."""
     _, end = limits(list(points.values()))
     panel.set_xlim(0, end / 1.5 * 1.02)
     panel.grid(axis="y", color=RULE, linewidth=0.6)

@@ -237,7 +237,6 @@ def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """Format a header field as text of at most 200 characters; empty for None and for empty mappings and lists."""
     if value is None or value in ({}, []):
         return ""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -65,7 +65,6 @@ def _target_section(plan: Plan) -> Section:
 
 
 def _budget_section(plan: Plan) -> Section:
-    """Return the section on what each recipe gets of the budget."""
     head = ["recipe", "gets", "to compute", "R there", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
@@ -78,7 +77,6 @@ def _budget_section(plan: Plan) -> Section:
 
 
 def _size_sections(sizes: Sizes) -> Iterator[Section]:
-    """Yield the sections on model sizes: laws, best size, compute to the target, crossovers, held-out errors."""
     law = sizes.law
     yield (
         f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "

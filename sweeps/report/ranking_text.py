@@ -137,7 +137,6 @@ def signal_rows(signal: Signal) -> tuple[list[str], list[list[str]]]:
 
 
 def _format(value: float | None) -> str:
-    """Format a number with three digits; `-` for None."""
     return "-" if value is None else f"{value:.3g}"
 
 

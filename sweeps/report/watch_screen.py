@@ -109,7 +109,6 @@ class Screen:
             yield Text(f"and {len(members) - len(shown_members)} more", "bright_black")
 
     def _head(self) -> Text:
-        """Return the title with the time left, and the number of members in each state."""
         states = Counter(member.state for member in self.members)
         counts = [f"{states[state]} {state}" for state in STATES if state and states[state]]
         time_left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
@@ -117,7 +116,6 @@ class Screen:
         return Text.assemble((one_line(self.title), "bold"), "  ", summary)
 
     def _age(self) -> list[Text]:
-        """Return the ranking's age, and the compute of its rewards."""
         if self.ranking is None:
             return []
         since = f", {counted(self.behind, 'evaluation')} since" if self.behind > 0 else ""

@@ -150,7 +150,6 @@ class Search:
     def _replace_by_adopted_runs(
         self, suggested: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]
     ) -> list[RunSpec]:
-        """Replace members by adopted runs with the same settings, if any."""
         assert self._find_substitutes is not None
         found, _ = self._find_substitutes(specs)
         for (trial, _), spec in zip(suggested, specs, strict=True):

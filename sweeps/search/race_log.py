@@ -142,7 +142,6 @@ class _Line:
         return cls(kind, entry)
 
     def added_to(self, record: RaceRecord) -> RaceRecord:
-        """Return the record with this line added."""
         entry = self.entry
         if self.rules is not None:
             return replace(record, rules=self.rules, axis=entry["axis"], metric=entry["metric"])

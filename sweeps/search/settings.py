@@ -53,7 +53,6 @@ class Axis:
         return f"{self.key}={self.choices[0] if self.choices else repr(self.low)}"
 
     def __str__(self) -> str:
-        """Return the axis as a command-line override."""
         if self.choices:
             return f"{self.key}={','.join(self.choices)}"
         interval = f"interval({self.low!r},{self.high!r})"
@@ -206,7 +205,6 @@ def _check_numbers(settings: Any, where: str, *names: str) -> None:
 
 
 def _check_keys(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that all keys are fields of the settings' class. Return the mapping as a dict."""
     known = [each.name for each in fields(settings)]
     if unknown := [str(key) for key in given if key not in known]:
         raise UserError(f"{where}.{unknown[0]}: no such setting; valid: {', '.join(known)}")

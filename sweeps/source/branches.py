@@ -86,7 +86,6 @@ def _shared_steps(view: JournalView) -> dict[str, float]:
 
 
 def _families(runs: Sequence[_BranchRun]) -> list[list[_BranchRun]]:
-    """Group runs that are related to each other, in the order of the runs."""
     families: list[list[_BranchRun]] = []
     for run in runs:
         related = [family for family in families if any(run.divergence(member) is not None for member in family)]

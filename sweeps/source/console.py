@@ -134,7 +134,6 @@ def _end(line: str, at: int) -> int:
 
 
 def _row(text: str) -> dict[str, Any] | None:
-    """Return the metrics in a printed object; None if it has none."""
     try:
         value = parse_json_text(text)
     except ValueError:

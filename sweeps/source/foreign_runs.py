@@ -205,7 +205,6 @@ def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: S
 
 
 def _configuration(view: JournalView) -> dict[str, Any]:
-    """Return a run's configuration values by dotted key; empty if it cannot be read."""
     try:
         return flatten_config(RunSpec.read(view.path.parent).config)
     except UserError:

@@ -367,7 +367,6 @@ def _whole_lines(file: File) -> str:
 
 
 def _json(file: File) -> Table | None:
-    """Read a JSON list of objects or, failing that, one JSON object per line."""
     file.wanted = "one JSON object per line"
     document = None if file.suffix in _JSON_LINES else file.document
     if document is None and file.start[:1] == b"[" and file.suffix not in _JSON_LINES:
@@ -407,7 +406,6 @@ def _parquet(file: File) -> Table:
 
 
 def _excel(file: File) -> Table | None:
-    """Read the first sheet of an Excel file. Rows without a filled cell are skipped."""
     require("openpyxl", f"{file.path} (Excel)")
     import pandas
 

@@ -277,7 +277,6 @@ def _sets(views: Sequence[JournalView]) -> dict[str, str]:
 
 
 def _default_metric(views: Sequence[JournalView]) -> str:
-    """Return the name of the pass rate on the first evaluation set of the first run."""
     names = views[0].of_kind("eval")[0].metrics
     for name in names:
         if PASS_RATE.fullmatch(name):

@@ -288,7 +288,6 @@ def _add_reward(
     notes: list[str],
     warnings: Sequence[str],
 ) -> None:
-    """Add the points of one reward for all runs, and note how they were read. Arguments are as for `add_logs`."""
     counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
     failed = with_sd = run_count = decays = 0
     empty: list[str] = []  # Runs without a value.

@@ -88,7 +88,6 @@ def read_experiment(source: str, into: Collected) -> None:
 
 
 def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClient]:
-    """Return the runs of an experiment, the oldest first, and a client of the store."""
     from sweeps.tracking.common import all_runs, quiet_environment
 
     scheme, _, file = uri.partition(":///")
@@ -151,7 +150,6 @@ def _axis(run: Run) -> str:
 
 
 def _study_axis(runs: Sequence[Run]) -> str | None:
-    """Return the compute axis of the members of our study; None without members, or if their axes differ."""
     axes = {_axis(run) for run in runs if run.data.tags.get("kind") == "member" and run.data.metrics}
     return axes.pop() if len(axes) == 1 else None
 
@@ -187,8 +185,6 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
 
 
 def _metric_fetcher(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
-    """Return a function that fetches a run's metric, by name, from the store."""
-
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
         return series_of_points([(point.step, _stored(point.value)) for point in points])

@@ -112,7 +112,6 @@ def _semantics(run_dir: Path) -> dict[str, Any]:
 
 
 def _label(view: JournalView, factors: Mapping[str, str]) -> _Label:
-    """Return the label of a run's curve before relabelling."""
     return str(view.header.get("recipe", view.path.parent.name)), tuple(factors.items())
 
 

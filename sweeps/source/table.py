@@ -247,7 +247,6 @@ def _warn_per_step(
 def _warn_skipped(
     file: File, into: Collected, no_compute: NDArray[np.bool_], no_reward: NDArray[np.bool_], recipes: Sequence[str]
 ) -> None:
-    """Warn of rows without compute or reward, and of recipes that have only such rows."""
     skipped = no_compute | no_reward
     if not skipped.any():
         return

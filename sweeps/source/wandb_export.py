@@ -60,7 +60,6 @@ class _Chart:
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics of all runs, in the order of the columns."""
         return list(dict.fromkeys(metric for metrics in self.runs.values() for metric in metrics))
 
 
@@ -250,7 +249,6 @@ def _run_series(series: Callable[[str], Series], run: str, x: str | None) -> Cal
 
 
 def _is_average(table: Table, name: str) -> bool:
-    """Return whether a column has a cell whose `__MIN` and `__MAX` differ."""
     low, high = f"{name}__MIN", f"{name}__MAX"
     if low not in table.names or high not in table.names:
         return False

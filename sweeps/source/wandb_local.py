@@ -96,7 +96,6 @@ def of_run(
 
 
 def _log(path: Path) -> Log | None:
-    """Return the log of a file; None if it has no metrics."""
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
@@ -133,7 +132,6 @@ def _values(items: Any) -> dict[str, Any]:
 
 
 def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
-    """Yield the complete records of a log. Add a warning if it is truncated or damaged."""
     try:
         raw = path.read_bytes()
     except OSError as error:

@@ -105,7 +105,6 @@ class _Server:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Basic {login}"} if login else {})}
 
     def _stored_key(self) -> str | None:
-        """Return the key that `wandb login` stored for this server, if any."""
         path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
         try:
             login = netrc.netrc(path).authenticators(urlsplit(self._base).hostname or "")

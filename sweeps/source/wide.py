@@ -103,7 +103,6 @@ def _compute(file: File, table: Table, request: Request) -> str | None:
 
 
 def _has_numbers(cells: pandas.Series[Any]) -> bool:
-    """Return whether most of the filled cells are finite numbers."""
     return 2 * int(np.isfinite(numbers(cells)).sum()) > len(cells) - sum(map(is_blank, cells.tolist()))
 
 

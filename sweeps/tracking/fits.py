@@ -285,7 +285,6 @@ def _centred(curve: Mapping[str, Array]) -> Array:
 
 
 def _log(tracker: Tracker, run_id: str, metrics: Sequence[Metric]) -> None:
-    """Send metrics in requests of at most MLflow's size."""
     for start in range(0, len(metrics), 1000):
         tracker.client.log_batch(run_id, metrics=metrics[start : start + 1000])
 

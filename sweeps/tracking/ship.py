@@ -148,7 +148,6 @@ def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
 
 
 def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tuple[str, int]]:
-    """Return the (key, step) pairs that the MLflow run already has."""
     present = keys & set(client.get_run(mlflow_run_id).data.metrics)
     return {
         (key, int(point.step)) for key in sorted(present) for point in client.get_metric_history(mlflow_run_id, key)

@@ -89,7 +89,6 @@ def _section(uuid: str, name: str) -> dict[str, Any]:
 
 
 def _chart(section_uuid: str, **fields: Any) -> dict[str, Any]:
-    """Return a chart for a section. `fields` are added to the common ones."""
     common = {"uuid": f"chart-{section_uuid}", "metricSectionId": section_uuid, "deleted": False, "isGenerated": False}
     return common | {"runsCountToCompare": 100} | fields
 
