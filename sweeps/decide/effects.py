@@ -420,7 +420,7 @@ def _choose_next_cells(
         # By a rank-one update, one more observation z reduces the covariance by (covariance z)(covariance z)' / (z'
         # covariance z + noise).
         gains = (cross**2).sum(0) / predictive / variance_now
-        # Of candidates that are equal up to rounding take the first, so that the choice is the same on every machine.
+        # Take the first candidate among those equal up to rounding, so that the choice is the same on every machine.
         best = int(np.argmax(gains > gains.max() * (1 - 1e-6)))
         if gains[best] < 1e-3:
             break

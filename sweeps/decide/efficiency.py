@@ -98,7 +98,7 @@ class Efficiency:
 def efficiencies(
     tied: Sequence[Fit], shared_a: float, spreads: Mapping[str, SeedSpread] | None = None
 ) -> dict[str, Efficiency]:
-    """Return each recipe's draws of the compute to a share of the gain, for recipes that share an asymptote.
+    """Return each recipe's draws of the compute to a fraction of the gain, for recipes that share an asymptote.
 
     A recipe's draws are weighted by how close their A is to the shared one. The width of the weights combines the
     spread between seeds, because more seeds could give another A, and the error of the shared A. With A fixed at the

@@ -1,7 +1,7 @@
 """Keep or discard a change by the final values of a few runs (`scalerl decide`), for users who do not record curves.
 
-The difference of two recipes is tested against the noise floor: the spread between repeated runs. Whoever keeps every
-change that improved a single run mistakes noise for progress.
+The difference of two recipes is tested against the noise floor: the spread between repeated runs. If every
+change that improved a single run is kept, noise is mistaken for progress.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _SAMPLES = 256
 _MIN_EFFECTIVE_DRAWS = 20.0
 # Smallest gain, as a fraction of the reward's scale, that exceeds the error of the simulation.
 _MIN_GAIN = 0.0005
-# Of a recipe's steps, only those with at least this fraction of its largest gain are considered. The one with the most
+# Only steps with at least this fraction of the recipe's largest gain are considered. Of these, the one with the most
 # gain per cost is chosen.
 _CHEAP_SHARE = 0.5
 # An extension's evaluations are thinned to at most this many points.
@@ -161,7 +161,7 @@ class _Simulation:
         self.theta = {i: asymptotes[i] for i in self.simulated}
         self._rows = {i: standing.drawn[i].rows for i in self.simulated}
         self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.simulated}
-        # Of the recipes that are not simulated keep only the highest A, on which the loss depends.
+        # The loss depends on the other recipes only through their highest A: keep that.
         self._best_other = np.full((_OUTCOMES, _SAMPLES), -np.inf)
         for i in range(len(asymptotes)):
             if i not in self.theta:
@@ -366,7 +366,7 @@ def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
     extensions = sorted(targets if not fit.curve.ended else ())
     steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in extensions]
     if fit.verdict != "pre_inflection":
-        # Another run that also ends before the bend would not show where the curve leads.
+        # Another run that also ends before C_mid would not show where the curve leads.
         steps.append(Step(fit.recipe, "seed", end, None, end, ""))
     return [step for step in steps if limit is None or step.cost <= limit]
 
@@ -433,7 +433,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
 
     If the choice is not decided yet, steps are chosen one by one, at most one per recipe. Each time the step with the
     most expected gain per compute is taken, given the steps already chosen. This ends when no step has a gain or the
-    budget is spent. What remains continues one run of the leader if the leader's expected loss (before the steps) is
+    budget is spent. What is left continues one run of the leader if the leader's expected loss (before the steps) is
     within the margin; otherwise it is kept. Plan again when the results are known.
 
     Args:

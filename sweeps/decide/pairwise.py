@@ -140,7 +140,7 @@ def compare(
 
     scale = max(fit.curve.scale for fit in fits)
 
-    @cache  # Cached because pairs have few distinct computes, and each call reads the points of all recipes.
+    @cache  # cached because pairs have few distinct computes, and each call reads the points of all recipes
     def near(compute: float) -> Mapping[str, SeedExcess]:
         return {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
 
@@ -275,7 +275,7 @@ def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale:
     prior_variance = (BORROWED_SEED_SD * scale) ** 2 + sampling
     if len(excesses) > 2:
         table = np.array([[excess.offset[seed] for seed in seeds] for excess in excesses])
-        residual = table - table.mean(0)  # Offsets are already relative to each recipe's mean.
+        residual = table - table.mean(0)  # offsets are already relative to each recipe's mean
         degrees = (len(seeds) - 1) * (1 - 1 / len(excesses))
         prior_variance = float(
             np.median((residual**2).sum(1)) / chdtri(degrees, 0.5)

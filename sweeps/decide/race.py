@@ -229,7 +229,7 @@ class RunStates:
 
 def run_states(curves: Sequence[Curve], runs: Sequence[JournalView]) -> RunStates:
     """Return the states of the runs behind the curves. Curves of sources without journals count as ended."""
-    status_by_recipe: dict[str, dict[str, str]] = {}  # Status of each run, by recipe and seed.
+    status_by_recipe: dict[str, dict[str, str]] = {}  # status of each run, by recipe and seed
     for view in runs:
         status_by_recipe.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
     labels = [curve.recipe for curve in curves]

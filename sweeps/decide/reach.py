@@ -32,7 +32,7 @@ _NEVER = 0.9
 # reach a reward near a plateau is uncertain.
 _COMMON_SHARE = 0.8
 _UNKNOWN = Interval(None, None, None)
-# Number of computes at which a curve is evaluated, within its window and beyond.
+# Number of computes at which a curve is evaluated, within the evaluated compute and beyond.
 _POINTS_WITHIN, _POINTS_BEYOND = 241, 160
 _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 

@@ -124,7 +124,7 @@ class Standing:
         ranked: identifiable recipes, the best first.
         tied: recipes whose A and expected loss are within the margin of the best, the most efficient first.
         shared_a: mean A of the tied recipes; None without a tie.
-        efficiencies: compute of each tied recipe to a share of the gain up to the shared A, see
+        efficiencies: compute of each tied recipe to a fraction of the gain up to the shared A, see
             `sweeps.decide.efficiency`; empty without a tie.
         ratios: compute of each other tied recipe to 90% of the gain up to the shared A, divided by that of the first.
         slower, faster: tied recipes that surely need more, or less, compute than the first tied recipe. A faster recipe
@@ -294,7 +294,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
         compute: where to compare; None for `WINDOWS` times the largest compute of any recipe.
     """
     end = max((fit.window[1] for fit in fits if fit.window is not None), default=None)
-    if not end:  # The end is 0 if there is only the evaluation before training.
+    if not end:  # the end is 0 if there is only the evaluation before training
         return None
     compute = WINDOWS * end if compute is None else compute
     draws = np.stack(draw_rewards(fits, compute))

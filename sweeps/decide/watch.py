@@ -173,7 +173,7 @@ def sources_state(sources: Sequence[str | Path]) -> object:
     """Return sizes and modification times of the files behind the sources, to detect changes; None if unknown."""
     files: list[Path] = []
     for source in sources:
-        place = Place(source)  # Created again at every poll, because a study gains runs.
+        place = Place(source)  # created again at every poll, because a study gains runs
         if place.kind is not Kind.FOLDER:
             files.append(place.path)
         elif place.run_folders:

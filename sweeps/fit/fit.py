@@ -151,7 +151,7 @@ class Fit(AsJson):
 
     @property
     def identifiable(self) -> bool:
-        """Whether the verdict lets the recipe be ranked on A."""
+        """True if the verdict lets the recipe be ranked on A."""
         return self.verdict == "identifiable"
 
     def to_json(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Check(AsJson):
 
     @property
     def inside(self) -> bool:
-        """Whether the actual mean is within the predicted interval."""
+        """True if the actual mean is within the predicted interval."""
         return self.low <= self.actual <= self.high
 
     def to_json(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class FitOptions:
 
     @property
     def is_free_sigmoid(self) -> bool:
-        """Whether the sigmoid is fitted with A free. Only then are other laws compared with it."""
+        """True if the sigmoid is fitted with A free. Only then are other laws compared with it."""
         return self.family == "sigmoid" and self.asymptote is None
 
 

@@ -116,7 +116,7 @@ def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> 
 
     Args:
         family: the fitted family.
-        first: smallest positive compute, in windows, where a power law begins.
+        first: smallest positive compute, as a fraction of the largest, where a power law begins.
         r0, a: R0 and A where they are fixed, on a scale of width 1; None where they are estimated.
     """
     laws: tuple[Law, ...] = LAWS
@@ -139,7 +139,7 @@ def walk_variance(x: Array) -> Array:
 class Futures:
     """Joint draws of curves.
 
-    Rewards are on a scale of width 1, compute is in windows; arrays are (K,) if not stated otherwise.
+    Rewards are on a scale of width 1, compute is in windows (see the module); arrays are (K,) if not stated otherwise.
 
     Attributes:
         laws, law: the laws, and the index of each draw's law.
@@ -170,19 +170,19 @@ class Futures:
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def at(self, x: Array) -> Array:
-        """Return the reward (K, m) of each draw at computes x (m,), in windows."""
+        """Return the reward (K, m) of each draw at computes x (m,)."""
         return self._clip(self._law_at(x) + self._walk_at(x, len(_NODES) - 1), x)
 
     @property
     def current_offset(self) -> Array:
-        """Mean of each draw's walk over the first `OFFSET_WINDOWS` windows beyond x = 1, (K,)."""
+        """Mean of each draw's walk from x = 1 to x = 1 + `OFFSET_WINDOWS`, (K,)."""
         end = len(_WITHIN)
         x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
         return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / OFFSET_WINDOWS)
 
     @property
     def ceiling(self) -> Array:
-        """Reward of each draw's law at `FARTHEST` windows, plus `current_offset`; (K,)."""
+        """Reward of each draw's law at x = `FARTHEST`, plus `current_offset`; (K,)."""
         far = np.array([FARTHEST])
         return self._clip(self._law_at(far) + self.current_offset[:, None], far)[:, 0]
 
@@ -195,7 +195,7 @@ class Futures:
     def line(self, x: Array) -> Array:
         """Return the median (m,) of law plus walk at computes x (m,).
 
-        From `OFFSET_WINDOWS` beyond x = 1 on, the walk is replaced by `current_offset`.
+        From x = 1 + `OFFSET_WINDOWS` on, the walk is replaced by `current_offset`.
         """
         if len(self.law) >= _MANY_DRAWS:
             return self.take(np.arange(0, len(self.law), 4)).line(x)

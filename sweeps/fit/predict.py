@@ -52,7 +52,7 @@ def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
 
 
 def offset_growth(x: Array) -> Array:
-    """Return the fraction of a seed's final offset that has built up at computes x (n,), in windows."""
+    """Return the fraction of a seed's final offset built up at x (n,), multiples of the evaluated compute."""
     return np.asarray(-np.expm1(-x / SETTLED))
 
 

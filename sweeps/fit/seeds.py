@@ -39,7 +39,7 @@ class SeedSpread:
 
     @property
     def assumed(self) -> bool:
-        """Whether the spread is the published value, because there were too few seeds to measure it."""
+        """True if the spread is the published value, because there were too few seeds to measure it."""
         return self.source == _BORROWED
 
     def quantile(self) -> float:

@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def identifiable(self) -> bool:
-        """Whether A may be reported, ranked and used to stop a run."""
+        """True if A may be reported, ranked and used to stop a run."""
         return self.name == "identifiable"
 
 

@@ -11,7 +11,7 @@ from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
-# A section's heading, and its table's head and rows. Without rows, only the heading is printed.
+# A section's heading, and its table's header and rows. Without rows, only the heading is printed.
 Section = tuple[str, list[str], list[list[str]]]
 
 

@@ -157,7 +157,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
         C_mid=fit.C_mid.value,
         R0=fit.R0,
         rmse=fit.rmse,
-        curve_x=compute + fit.curve.origin,  # Members' points in MLflow are at the compute since the run's start.
+        curve_x=compute + fit.curve.origin,  # members' points in MLflow are at the compute since the run's start
         curve_y=band.value,
         band_low=band.low,
         band_high=band.high,

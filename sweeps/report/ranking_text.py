@@ -47,7 +47,7 @@ def rank_text(
 
 
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the ranking's table."""
+    """Return header and rows of the ranking's table."""
     tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
     horizon = [] if ranking.horizon is None else [f"at {windows_text(ranking.horizon.windows)}"]
     head = ["rank", "recipe", "P(best)", *horizon, "A", *tie, "B at shared A", "why"]
@@ -68,7 +68,7 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
 
 
 def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of rewards at common compute and budget."""
+    """Return header and rows of the table of rewards at common compute and budget."""
     head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
     if rewards.reward is not None:
         head += [f"compute to {rewards.reward:.3f}", "times the least"]
@@ -91,7 +91,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
 
 
 def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a ranking on several axes: each recipe's place, reward and chance of being highest."""
+    """Return header and rows of a ranking on several axes: each recipe's place, reward and chance of being highest."""
     head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in by_axis.columns)]
     rows = []
     for recipe in by_axis.recipes:
@@ -109,7 +109,7 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
 
 
 def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table with the rankings by pass@1 and by pass@k side by side.
+    """Return header and rows of a table with the rankings by pass@1 and by pass@k side by side.
 
     For each metric, it has the place and the reward at common compute, then the rank and the asymptote.
     """
@@ -130,7 +130,7 @@ def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
 
 
 def signal_rows(signal: Signal) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of signal and noise by evaluation set."""
+    """Return header and rows of the table of signal and noise by evaluation set."""
     head = ["set", "mean", "signal", "noise", "signal to noise", "without the rise"]
     numbers = [(row.mean, row.signal, row.noise, row.ratio, row.ratio_without_rise) for row in signal.rows]
     return head, [[row.set, *map(_format, values)] for row, values in zip(signal.rows, numbers, strict=True)]
@@ -141,7 +141,7 @@ def _format(value: float | None) -> str:
 
 
 def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of recipes over several evaluation sets."""
+    """Return header and rows of the table of recipes over several evaluation sets."""
     first = aggregate.rows[0].recipe
     head = ["recipe", "runs", "interquartile mean", f"P({first} improves on it)", *aggregate.sets]
     rows = [
@@ -158,7 +158,7 @@ def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
 
 
 def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of variants against the baseline."""
+    """Return header and rows of the table of variants against the baseline."""
     head = ["variant", "delta A", "times the compute to 90%", "delta B at shared A", "note"]
     rows = [
         [

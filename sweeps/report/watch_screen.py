@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Order of the members' states: states that need attention first, finished members and unknown states last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
 _CURVE = 16  # characters of a sparkline
-SURE, OUT = 0.95, 0.05  # P(best) from which a recipe is highlighted, and below which it is grey.
+SURE, OUT = 0.95, 0.05  # P(best) from which a recipe is highlighted, and below which it is grey
 _TALL = 20  # fewest lines of a terminal that show several sentences and warnings
 ROWS = 40  # most members that are printed when the screen is closed
 

@@ -153,7 +153,7 @@ class Trials:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the sampler has reported that it has no more proposals."""
+        """True if the sampler has reported that it has no more proposals."""
         return self.study.user_attrs.get("exhausted") == _sampler_id(self.study.sampler)
 
     def _no_more(self) -> None:
@@ -254,7 +254,7 @@ def _open_study(path: Path) -> optuna.Study:
         return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
     except (UserError, OSError):
         raise
-    except Exception as error:  # Optuna raises various errors for inconsistent operations.
+    except Exception as error:  # Optuna raises various errors for inconsistent operations
         raise UserError(f"{path}: no journal of a search ({message_of(error)}); {_REMEDY}") from error
 
 

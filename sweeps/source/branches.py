@@ -140,7 +140,7 @@ def _cut_to_start(view: JournalView, step: float) -> JournalView:
         _subtract_origin(record, origin) for record in view.records if record.step > start.step or record is start
     ]
     header = {**view.header, START: {"step": start.step, **origin}}
-    if view.header.get("branch") is None:  # The parent itself counts as the branch that changes nothing.
+    if view.header.get("branch") is None:  # the parent itself counts as the branch that changes nothing
         header["recipe"] = f"{view.header.get('recipe')}@{step:g}"
         header["baseline"] = header["recipe"]
     return replace(view, header=header, records=records)

@@ -80,7 +80,7 @@ class LoadedStudy:
 
     Attributes:
         curves: one curve per recipe and factors.
-        runs: journals of our own runs.
+        runs: journals of this project's runs.
         warnings: content that was left out or looks wrong, with the reasons.
         mapping: one line per source: the reader, the use of each column with the rule that chose it, how many rows
             became points, and why other rows did not.
@@ -218,8 +218,8 @@ class CurvePoints:
         for label, compute, reward in zip(self.seed, self.compute, self.reward, strict=True):
             if label in points:
                 points[label].add((compute, reward))
-        kept: dict[frozenset[tuple[float, float]], list[str]] = {}  # Labels by points.
-        copies: dict[str, str] = {}  # Label of each copy -> label of the run that is kept.
+        kept: dict[frozenset[tuple[float, float]], list[str]] = {}  # labels by points
+        copies: dict[str, str] = {}  # label of each copy -> label of the run that is kept
         for label, pairs in points.items():
             earlier = kept.setdefault(frozenset(pairs), [])
             known = self.named_seed(label)
@@ -268,8 +268,8 @@ class Collected:
         self.request = request
         self.study = study
         self._run_names = run_names or {}
-        self.run_folders: dict[Path, Path] = {}  # For each folder of a run, the trainer state that was read first.
-        self._split_names: dict[str, bool] = {}  # Names given to `split_seed`: whether the pattern matched.
+        self.run_folders: dict[Path, Path] = {}  # for each folder of a run, the trainer state that was read first
+        self._split_names: dict[str, bool] = {}  # names given to `split_seed`: whether the pattern matched
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
 
@@ -386,7 +386,7 @@ class Collected:
 
     def _drop_copies(self) -> None:
         """Drop copies of runs, with one warning per source, and warn of different runs with the same seed."""
-        copies: dict[str, dict[str, list[str]]] = {}  # By source and recipe.
+        copies: dict[str, dict[str, list[str]]] = {}  # by source and recipe
         for points in self._points.values():
             for copy, original in points.drop_copies():
                 texts = copies.setdefault(copy.where, {}).setdefault(points.recipe, [])

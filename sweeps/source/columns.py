@@ -27,7 +27,7 @@ def is_index(name: str) -> bool:
 
 
 def column_named(file: File, table: Table, name: str, option: str, exact: bool = False) -> str | None:
-    """Find a column by name in any case; None without one. With `exact` the name is tried as it is first.
+    """Find a column by name in any case; None without one. With `exact`, its exact case is tried first.
 
     Raises:
         UserError: several columns match.

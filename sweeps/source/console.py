@@ -29,7 +29,7 @@ NAME = "console log with metrics as Python or JSON objects"
 TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
 _OBJECT_BYTES = re.compile(_OBJECT.pattern.encode())
-_MOST_OTHERS = 20  # Limit of objects in one line that are not rows, because a printed configuration may nest thousands.
+_MOST_OTHERS = 20  # limit of objects in one line that are not rows, because a printed configuration may nest thousands
 _BAR = re.compile(r"\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")
 _STEP_OF_TOTAL = "global_step/max_steps"  # ms-swift: 5/400
 # Values of NumPy and torch, and nan and inf, which Python prints but `ast.literal_eval` cannot read.
@@ -101,7 +101,7 @@ def _entries(file: File) -> Iterator[_Entry]:
 def _line_entries(line: str) -> Iterator[_Entry]:
     position = others = 0
     for match in _OBJECT.finditer(line):
-        if match.start() < position or others > _MOST_OTHERS:  # Inside a row, or in a printed configuration.
+        if match.start() < position or others > _MOST_OTHERS:  # inside a row, or in a printed configuration
             continue
         end = _end(line, match.start())
         if (row := _row(line[match.start() : end])) is not None:

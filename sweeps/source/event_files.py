@@ -66,14 +66,14 @@ def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -
     for name, paths in runs.items():
         scalars: dict[str, list[tuple[float, float, float]]] = {}
         warnings = []
-        for path in paths:  # The names contain the time, so this is the order of writing.
+        for path in paths:  # the names contain the time, so this is the order of writing
             try:
                 if warning := _load(path, scalars):
                     warnings.append(warning)
             except UserError as error:
                 if is_single:
                     raise
-                into.study.warnings.append(str(error))  # A damaged file must not hide the other runs.
+                into.study.warnings.append(str(error))  # a damaged file must not hide the other runs
         if scalars:
             logs.append(_log(name, scalars, warnings))
     if not logs:

@@ -95,7 +95,7 @@ def axis_of(column: str, unit: str | None) -> str:
 def expand_source(source: str) -> list[str]:
     """Return the files of a folder of logs that no reader reads as a whole; return any other source unchanged.
 
-    Of a run with several checkpoints only the newest trainer state is returned, because it contains the whole history.
+    If a run has several checkpoints, only the newest trainer state is returned, because it has the whole history.
     """
     place = Place(source)
     if place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs:
@@ -173,7 +173,7 @@ def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
 
 
 def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: Sequence[str]) -> Iterator[ForeignRun]:
-    """Yield a study's runs with our journals as `ForeignRun`s, with the axis and metric of their curves."""
+    """Yield a study's runs with this project's journals as `ForeignRun`s, with the axis and metric of their curves."""
     if not study.runs:
         return
     axis, metric = study.curves[0].axis, study.curves[0].metric

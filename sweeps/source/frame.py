@@ -1,6 +1,6 @@
 """Read a table file as a pandas DataFrame, before reward, compute and labels are chosen among its columns.
 
-pandas is imported when cells are first needed, because our own journals do not need it.
+pandas is imported when cells are first needed, because this project's journals do not need it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Table:
             return [str(cell).strip() for cell in cells]
         stripped = {
             cell: cell.strip() for cell in set(cells)
-        }  # Strip each distinct label once: a million rows have few.
+        }  # strip each distinct label once: a million rows have few
         return [stripped[cell] for cell in cells]
 
     def take(self, rows: NDArray[np.intp]) -> Table:
@@ -200,7 +200,7 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     separator_line = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
     delimiter = separator_line[1] if separator_line else _delimiter(lines)
     notes = [] if delimiter == "," else [f"cells separated by {_DELIMITER_NAMES.get(delimiter, repr(delimiter))}"]
-    if delimiter == " ":  # Columns may be aligned by several blanks.
+    if delimiter == " ":  # columns may be aligned by several blanks
         text, delimiter = "\n".join("\t".join(line.split()) for line in text.split("\n")), "\t"
     header_lines = 2 if separator_line else 1
     handle = io.StringIO(text[:_LONGEST_HEADER], newline="")
@@ -214,7 +214,7 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     def load() -> DataFrame:
         try:
             frame = _cells(body, delimiter, len(names), as_text)
-        except ValueError as error:  # The parser's error is a subclass of ValueError.
+        except ValueError as error:  # the parser's error is a subclass of ValueError
             raise _no_csv(file, error) from error
         if delimiter != ",":
             _read_commas(file, names, frame, notes, unclear)
@@ -400,7 +400,7 @@ def _parquet(file: File) -> Table:
         table = pyarrow.parquet.read_table(io.BytesIO(file.raw))
         # Keep every column, including an index that pandas wrote. Integers stay integers next to nulls.
         frame = table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    except Exception as error:  # The reader raises many types of errors for damaged files.
+    except Exception as error:  # the reader raises many types of errors for damaged files
         raise UserError(f"{file.path}: not a readable Parquet file ({short(str(error))})") from error
     return Table([str(name) for name in frame.columns], lambda: _fill_nulls(frame))
 
@@ -413,7 +413,7 @@ def _excel(file: File) -> Table | None:
         sheets = pandas.read_excel(
             io.BytesIO(file.raw), sheet_name=None, header=None, dtype=object, na_filter=False, engine="openpyxl"
         )
-    except Exception as error:  # The reader raises many types of errors for damaged files.
+    except Exception as error:  # the reader raises many types of errors for damaged files
         raise UserError(
             f"{file.path}: a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file "
             f"({short(str(error))})"
@@ -434,7 +434,7 @@ def _excel(file: File) -> Table | None:
 
 def _without_blank_rows(frame: DataFrame) -> DataFrame:
     blank = frame
-    for at in frame:  # Column by column, because nearly all rows have a filled first cell.
+    for at in frame:  # column by column, because nearly all rows have a filled first cell
         blank = blank[blank[at].map(is_empty).to_numpy(bool)]
     return frame.drop(blank.index)
 

@@ -59,10 +59,10 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
         if evaluations and not records:
             return None
         if not records:
-            continue  # A run without an evaluation so far.
+            continue  # a run without an evaluation so far
         matches = [_AT_K.fullmatch(name) for name in records[-1].metrics]
         k_values = [int(item[3]) for item in matches if item and item[2] == "pass" and item[1] == match[1]]
-        if not k_values:  # The journal was written by an earlier version.
+        if not k_values:  # the journal was written by an earlier version
             passes = read_passes(view.path.parent, match[1], [records[-1].step])
             k_values = [k for item in passes.values() for k in sizes(max(item.scored, default=0))]
         largest_k.append(max(k_values, default=1))

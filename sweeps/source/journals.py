@@ -1,4 +1,4 @@
-"""Read journals of our own runs into one curve per recipe and, on request, per evaluation set."""
+"""Read journals of this project's runs into one curve per recipe and, on request, per evaluation set."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _IN_UNIT_INTERVAL = re.compile(r"eval/.+/(pass_rate.*|(pass|maj)@\d+)")
 
 
 def is_journal(path: Path) -> bool:
-    """Return whether a `metrics.jsonl` is one of our journals. Rows of other frameworks have no key `kind`."""
+    """Return whether a `metrics.jsonl` is this project's journal. Rows of other frameworks have no key `kind`."""
     try:
         with path.open("rb") as handle:
             first = parse_json(handle.readline(1 << 20))
     except (OSError, ValueError):
-        return True  # Empty, incomplete or damaged: the journal's reader reports the problem.
+        return True  # empty, incomplete or damaged: the journal's reader reports the problem
     return not isinstance(first, dict) or "kind" in first
 
 
@@ -90,7 +90,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
             points.journal_seeds[seed] = str(view.header.get("seed", "0"))
             if _IN_UNIT_INTERVAL.fullmatch(name) and not view.header.get(
                 "axis"
-            ):  # The metric of another trainer may be any reward.
+            ):  # the metric of another trainer may be any reward
                 points.bounds = (0.0, 1.0)
             runs_by_curve.setdefault(points.recipe, (points, []))[1].append(view)
             if view.status == "failed":
@@ -129,7 +129,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         if (differences := unlike_scripts(label, views)) is not None:
             points.warnings.append(differences)
         curves = {str(view.header.get("curve", "")) for view in views}
-        if len(curves) > 1:  # Some headers have no key `curve`, so `tell_apart` cannot separate these runs.
+        if len(curves) > 1:  # some headers have no key `curve`, so `tell_apart` cannot separate these runs
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )

@@ -35,8 +35,8 @@ from sweeps.terminal import counted
 
 # Readers of text files, for the error message on a file that none of them can read.
 _TEXT_READERS = (trl, verl, console, wandb_export, wide, table)
-# A source that is not one of our runs: a key that identifies it, to detect duplicates, and the function that adds its
-# points.
+# A source that is not one of this project's runs: a key that identifies it, to detect duplicates, and the function that
+# adds its points.
 _Reading = tuple[str | Path, Callable[[Collected], None]]
 
 
@@ -171,7 +171,7 @@ def _shortest_names(paths: Sequence[Path]) -> list[str]:
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
-    """Return functions that read everything in a place except our own runs. `read` reads one file."""
+    """Return functions that read everything in a place except this project's runs. `read` reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:

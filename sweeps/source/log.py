@@ -34,7 +34,7 @@ from sweeps.source.vocabulary import (
 )
 from sweeps.terminal import counted
 
-# Default axes of logs by our own trainer, in order of preference.
+# Default axes of logs by this project's trainer, in order of preference.
 OUR_AXES = (VIRTUAL_HOURS, DEVICE_HOURS)
 
 
@@ -290,7 +290,7 @@ def _add_reward(
 ) -> None:
     counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
     failed = with_sd = run_count = decays = 0
-    empty: list[str] = []  # Runs without a value.
+    empty: list[str] = []  # runs without a value
     seeds_named = recipes_named = False
     for log in logs:
         counts["rows"] += log.rows
@@ -415,7 +415,7 @@ def _check_steps(series: Series, name: str, steps: Array, where: str) -> None:
 def own_recipe(log: Log) -> str | None:
     """Return the recipe from a run's labels.
 
-    The label of our trainer comes first, because it includes changed settings.
+    The label of this project's trainer comes first, because it includes changed settings.
     """
     return log.label(LABEL) or log.label("recipe")
 
@@ -493,7 +493,7 @@ def _compute_at(log: Log, compute: Column, steps: Array, where: str) -> tuple[Ar
         )
     is_logged = np.isin(steps, logged_steps)
     start = 0
-    if logged_steps[0] > 0 and not len(falls):  # Compute is 0 before the first step.
+    if logged_steps[0] > 0 and not len(falls):  # compute is 0 before the first step
         logged_steps, values = np.concatenate([[0.0], logged_steps]), np.concatenate([[0.0], values])
         start = int((steps <= 0).sum())
     return np.interp(steps, logged_steps, values), start, int((~is_logged).sum()) - start, messages

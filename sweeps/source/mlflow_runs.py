@@ -1,6 +1,6 @@
-"""Read `mlflow:URI#experiment`: runs in an MLflow store, logged by our tracker or by others.
+"""Read `mlflow:URI#experiment`: runs in an MLflow store, logged by this project's tracker or by others.
 
-Runs by our tracker have the tags `kind=member`, recipe and seed. The evaluation at compute 0 is stored as
+Runs by this project's tracker have the tags `kind=member`, recipe and seed. The evaluation at compute 0 is stored as
 `eval/<set>/initial_pass_rate`, and the others as `eval/<set>/pass_rate` with `eval/<set>/log10_compute`. For other runs
 any metric can be chosen, and tags and parameters are labels. The store is only read: it is neither created nor
 migrated.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NAME = "MLflow"
 PREFIX = "mlflow:"
 _STATES = {"RUNNING": RUNNING, "SCHEDULED": RUNNING, "FINISHED": FINISHED, "FAILED": FAILED, "KILLED": FAILED}
-_OURS = ("sweep", "member", "fit", "band")  # Values of the tag `kind` that our tracker writes.
+_OURS = ("sweep", "member", "fit", "band")  # values of the tag `kind` that this project's tracker writes
 
 
 def matches_text(source: str) -> bool:
@@ -83,7 +83,7 @@ def read_experiment(source: str, into: Collected) -> None:
         add_logs(logs, NAME, where, into, named="the run's name", notes=notes, compute=compute)
     except UserError:
         raise
-    except Exception as error:  # The client passes SQL, HTTP and OS errors through.
+    except Exception as error:  # the client passes SQL, HTTP and OS errors through
         raise UserError(f"{where}: cannot be read ({one_line(error)}); check that the store is there") from error
 
 
@@ -155,7 +155,7 @@ def _study_axis(runs: Sequence[Run]) -> str | None:
 
 
 def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
-    """Make a run's log. `ours` is whether to restore the metric names and compute of our journal."""
+    """Make a run's log. `ours` is whether to restore the metric names and compute of this project's journals."""
     labels = {**run.data.params, **run.data.tags}
     fetch = _metric_fetcher(client, run.info.run_id)
     keys = sorted(run.data.metrics)

@@ -18,7 +18,7 @@ from sweeps.run.spec import SPEC_FILE, flatten_config, learning_config
 from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
 
-_MAX_KEYS = 3  # Largest number of keys in a label.
+_MAX_KEYS = 3  # largest number of keys in a label
 # Values of the header's `curve` in runs of scripts, which name no curve.
 _UNKNOWN = frozenset({"", "local", "None"})
 # Advice to users whose runs of scripts share a label.

@@ -72,7 +72,7 @@ class Place:
                 return Kind.FOLDER
             if not self.path.exists():
                 return Kind.MISSING
-        except (OSError, ValueError):  # The name is too long, or contains a NUL.
+        except (OSError, ValueError):  # the name is too long, or contains a NUL
             return Kind.MISSING
         if self.path.name == JOURNAL_FILE and journals.is_journal(self.path):
             return Kind.JOURNAL
@@ -93,7 +93,7 @@ class Place:
 
     @cached_property
     def runs(self) -> list[Path]:
-        """Folders of our own runs."""
+        """Folders of this project's runs."""
         if self.kind is Kind.JOURNAL:
             return [self.path.parent]
         return [run for run in self.run_folders if journals.is_journal(run / JOURNAL_FILE)]
@@ -125,12 +125,12 @@ class Place:
 
     @cached_property
     def wandb_logs(self) -> list[Path]:
-        """Logs in W&B's local folders, in a directory without our runs."""
+        """Logs in W&B's local folders, in a directory without this project's runs."""
         return wandb_local.run_files(self.path) if self.kind is Kind.FOLDER and not self.run_folders else []
 
     @cached_property
     def event_files(self) -> list[Path]:
-        """TensorBoard's event files, in a directory without our runs and without logs of W&B."""
+        """TensorBoard's event files, in a directory without this project's runs and without logs of W&B."""
         if self.kind is not Kind.FOLDER or self.run_folders or self.wandb_logs:
             return []
         return event_files.event_files(self.path)
@@ -144,7 +144,7 @@ class Place:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to read: a file, or a directory with content that a reader knows."""
+        """True if there is something to read: a file, or a directory with content that a reader knows."""
         if self.kind is Kind.FOLDER:
             return bool(self.run_folders or self.event_files or self.wandb_logs or self.files)
         return self.kind is not Kind.MISSING

@@ -40,7 +40,7 @@ def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
     """Read the logs of any source that `scalerl fit` reads, with all their metrics by step.
 
     Args:
-        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; not one of our journals.
+        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; not this project's journal.
         step: step column of a table; None for the first name that a tracker or framework uses.
 
     Raises:

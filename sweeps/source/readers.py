@@ -1,8 +1,8 @@
 """Registry of file readers, in the order in which they are tried. The first whose `matches` is true reads the file.
 
 To add a format, write a module with `matches` and `read`, and add a line here. A reader decides by content before name,
-and leaves files that it does not know to the next one. The last, `table`, takes all remaining files. Our own runs,
-directories of event files, W&B projects and MLflow are not files: `load` handles them itself.
+and leaves files that it does not know to the next one. The last, `table`, takes all remaining files. This project's
+runs, directories of event files, W&B projects and MLflow are not files: `load` handles them itself.
 """
 
 from __future__ import annotations

@@ -117,12 +117,12 @@ def read(file: File, into: Collected) -> None:
         )
     skipped = no_compute | no_reward
     if "seed" in column_of and not any(seed for seed, skip in zip(seeds, skipped.tolist(), strict=True) if not skip):
-        del column_of["seed"]  # Some exports have a seed column that is blank in all rows: treat it as missing.
+        del column_of["seed"]  # some exports have a seed column that is blank in all rows: treat it as missing
     for role in ("recipe", "seed"):
         if role in column_of:
             cells = recipes if role == "recipe" else seeds
             no_blank_labels(file, table, column_of[role], cells, skipped)
-    run_labels: dict[str, str] = {}  # Label of each recipe's run, in a table without seeds, where a recipe has one run.
+    run_labels: dict[str, str] = {}  # label of each recipe's run, in a table without seeds, where a recipe has one run
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]
         if not len(kept_rows):

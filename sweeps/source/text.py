@@ -45,7 +45,7 @@ def _unzip(raw: bytes) -> bytes:
 
 def _unzstd(raw: bytes) -> bytes:
     require("pyarrow", "a .zst file")
-    import pyarrow  # Slow to import, and only this format needs it.
+    import pyarrow  # slow to import, and only this format needs it
 
     with pyarrow.CompressedInputStream(pyarrow.BufferReader(raw), "zstd") as stream:
         return bytes(stream.read())
@@ -59,7 +59,7 @@ _DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, zipfile.B
 
 
 class File:
-    """A source file that is not one of our journals. Its bytes and text are read when first needed.
+    """A source file that is not one of this project's journals. Its bytes and text are read when first needed.
 
     Properties raise UserError if the file cannot be read or is not text.
 
@@ -99,7 +99,7 @@ class File:
 
     @property
     def is_named_by_folder(self) -> bool:
-        """Whether files of all runs have this name, so that the folder names the run."""
+        """True if files of all runs have this name, so that the folder names the run."""
         return self.path.name in _FIXED_NAMES
 
     @property

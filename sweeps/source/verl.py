@@ -82,7 +82,7 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
             continue
         fields = line[match.end() :].rstrip().split(" - ")
         if i == len(lines) - 1 and not text.endswith(("\n", "\r")):
-            fields.pop()  # The line was cut off while printing: its last number may lack digits.
+            fields.pop()  # the line was cut off while printing: its last number may lack digits
             unread += 1
         record = {}
         for field in fields:

@@ -30,7 +30,7 @@ class Vocabulary:
     evaluations: tuple[str, ...] = ()
     training: tuple[str, ...] = ()
     compute: tuple[str, ...] = ()
-    per_step: str = r"(?!)"  # Matches nothing.
+    per_step: str = r"(?!)"  # matches nothing
     step: tuple[str, ...] = ()
 
     def recognizes(self, names: Iterable[str]) -> bool:
@@ -50,7 +50,7 @@ def first_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]
     return {}
 
 
-# Names of our own trainer's metrics, as other trackers record them.
+# Names of this project's trainer's metrics, as other trackers record them.
 SCALERL = Vocabulary(
     "lightning-scalerl",
     signature=r"eval/.+/pass_rate",
@@ -110,7 +110,7 @@ OPEN_INSTRUCT = Vocabulary(
 
 VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 
-# Names of the learning rate in our trainer and transformers, in verl, prime-rl and open-instruct.
+# Names of the learning rate in this project's trainer and transformers, in verl, prime-rl and open-instruct.
 RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 
 # Names of columns that count steps of an optimizer or a tracker. They give the order of rows, but do not measure

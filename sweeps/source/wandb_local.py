@@ -99,7 +99,7 @@ def _log(path: Path) -> Log | None:
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
-    key, state = f"wandb:{name}", RUNNING  # A killed process stays "running", because it wrote no exit record.
+    key, state = f"wandb:{name}", RUNNING  # a killed process stays "running", because it wrote no exit record
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
@@ -139,7 +139,7 @@ def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
     at = _HEADER
     parts: list[bytes] = []
     while at < len(raw):
-        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # The rest of the block is padding, too small for a fragment.
+        if _BLOCK - at % _BLOCK < _FRAGMENT.size:  # the rest of the block is padding, too small for a fragment
             at += _BLOCK - at % _BLOCK
             continue
         head = raw[at : at + _FRAGMENT.size].ljust(_FRAGMENT.size, b"\0")

@@ -55,7 +55,7 @@ def group_id(value: str) -> str:
 def group_colour(value: str) -> str:
     """Return the colour that MLflow's interface gives to the group of runs with this value of the tag `line`."""
     low = high = 0
-    encoded = group_id(value).encode("utf-16-le")  # JavaScript hashes its 16-bit character codes.
+    encoded = group_id(value).encode("utf-16-le")  # JavaScript hashes its 16-bit character codes
     for at in range(0, len(encoded), 2):
         low = (low + encoded[at] + 256 * encoded[at + 1]) % 255
         high = (high + low) % 255
