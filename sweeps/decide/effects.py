@@ -35,8 +35,8 @@ from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval, interval_of
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
-# OWN: level of an axis on which a recipe keeps its base's choice. BASE: name of one more axis. A recipe's level on it
-# is the part of its label before the first `+`.
+# OWN: level on the axes that a recipe's label does not change. BASE: name of an additional axis, on which the level is
+# the part of the recipe's label before the first `+`.
 OWN = "(its own)"
 BASE = "recipe"
 # Grid of standard deviations, as fractions of the reward's scale, or of `_LOG_SCALE` for the logarithm of compute.

@@ -277,11 +277,9 @@ def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale:
         table = np.array([[excess.offset[seed] for seed in seeds] for excess in excesses])
         residual = table - table.mean(0)  # offsets are already relative to each recipe's mean
         degrees = (len(seeds) - 1) * (1 - 1 / len(excesses))
-        prior_variance = float(
-            np.median((residual**2).sum(1)) / chdtri(degrees, 0.5)
-            # The median of a sum of squares is the variance times the median of chi squared, not times its degrees of
-            # freedom.
-        )
+        # The median of a sum of squares is the variance times the median of chi squared, not times its degrees of
+        # freedom.
+        prior_variance = float(np.median((residual**2).sum(1)) / chdtri(degrees, 0.5))
     dof = len(seeds) - 1
     variance = (_PRIOR_DOF * prior_variance + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
     # Assume at least the part of the published spread that sampling noise could hide.

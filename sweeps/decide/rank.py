@@ -301,7 +301,7 @@ def _leave_one_out(
     identifiable = [fit for fit in variants if fit.recipe in between]
     # The tolerance keeps a difference of exactly the margin from being decided by rounding.
     comparable = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
-    # The ranking's shared A may differ, because it is that of other recipes.
+    # `Ranking.shared_a` may differ, because it is the mean over other recipes.
     shared_a = shared_asymptote([base, *comparable])
     efficiency_by_recipe = {} if shared_a is None else efficiencies([base, *comparable], shared_a, between)
     contrasts = []

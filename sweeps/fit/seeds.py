@@ -75,7 +75,7 @@ def seed_excess(
         outlook: the posterior.
         labels: labels of the seeds, indexed as in `points.seed`.
     """
-    # A seed's offset r = offset x g grows with the curve; its least-squares estimate is sum g r / sum g^2.
+    # A seed's residuals are r = offset x g, so the least-squares estimate of its offset is sum g r / sum g^2.
     draws = outlook.draws
     u, v = draws.family.coordinates(np.median(draws.B, keepdims=True), np.median(draws.C_mid, keepdims=True))
     with np.errstate(divide="ignore"):

@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Screen:
-    """Content of the live screen at one time. rich can draw it.
+    """Content of the live screen at one time, drawn by rich.
 
     Attributes:
         title: name of the study.

@@ -23,8 +23,8 @@ from sweeps.terminal import counted
 ALL = "all"
 
 
-# Two runs with equal rewards are one run if at least `_COMMON_POINTS` rewards are equal, with `_DISTINCT_REWARDS` or
-# more distinct values. Fewer can be equal by chance, as in runs that never pass.
+# Two runs are taken for one run if at least `_COMMON_POINTS` of their rewards are equal, with `_DISTINCT_REWARDS` or more
+# distinct values. Fewer can be equal by chance, as in runs that never pass.
 _COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
 # At most this many copies are listed in a warning.
 _MAX_LISTED = 3
@@ -70,7 +70,7 @@ class ForeignRun:
 
 
 def make_labels(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:
-    """Make the labels of a `ForeignRun` from the requested factors and those of the given labels that are not None."""
+    """Make the labels of a `ForeignRun`: `factors`, and those of the other labels that are not None."""
     return {**factors, **{name: value for name, value in labels.items() if value is not None}}
 
 
