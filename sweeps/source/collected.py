@@ -23,7 +23,7 @@ from sweeps.terminal import counted
 ALL = "all"
 
 
-# Two runs are taken for one run if at least `_COMMON_POINTS` of their rewards are equal, with `_DISTINCT_REWARDS` or more
+# Two runs count as one run if at least `_COMMON_POINTS` of their rewards are equal, with `_DISTINCT_REWARDS` or more
 # distinct values. Fewer can be equal by chance, as in runs that never pass.
 _COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
 # At most this many copies are listed in a warning.
