@@ -55,7 +55,7 @@ class AtK(AsJson):
         k, metric: number of attempts, and the metric's name, such as `eval/heldout/pass@8`.
         compute: largest compute that all recipes have spent, at which rewards are compared.
         differs: whether the two metrics order the recipes differently, by reward at `compute` or by asymptote.
-        sentence: both orders in words.
+        sentence: whether the orders differ, in words.
         rows: recipes in the order of pass@1.
     """
 

@@ -29,7 +29,7 @@ class Foresight(AsJson):
         undecided: expected number of comparisons whose 95% interval contains 0; None without an earlier study that
             shows how much recipes differ.
         smallest: smallest difference in reward that a test at 5% detects with 80% power.
-        margin: recipes whose rewards differ by less than this count as equal.
+        margin: difference in reward below which recipes count as equal.
         seeds_needed: seeds per recipe to detect the margin; None for a margin of 0.
         spread: standard deviation of the true differences between two recipes, in reward; None where unknown.
         source: origin of spread and noise, in words.

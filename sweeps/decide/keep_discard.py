@@ -65,8 +65,8 @@ class ChangeVerdict(AsJson):
         lower_is_better: whether the value is a loss.
         sides: baseline and candidate.
         difference: gain of the candidate over the baseline, positive where it is better; None without a spread.
-        spread: spread that the interval is based on: `own` (of the two recipes' runs) or `noise floor`; None without an
-            interval.
+        spread: source of the spread behind the interval: `own` (the two recipes' runs) or `noise floor`; None without
+            an interval.
         noise_floor: pooled standard deviation between repeated runs of one recipe; None without repeated runs.
         degrees: degrees of freedom of the noise floor.
         margin: smallest difference that matters. Without a given margin it is the noise floor; None if that is unknown.
@@ -260,8 +260,8 @@ def _doubt(
 ) -> str:
     """Return why failed runs cast doubt on a decided difference; empty if they do not.
 
-    Runs often fail because they go badly. So more than half of the better recipe's runs must have finished, and
-    the difference must remain if its failed runs are counted with the other recipe's mean.
+    A run that fails would often have had a bad value. So more than half of the better recipe's runs must have finished,
+    and the difference must remain if its failed runs are given the other recipe's mean.
     """
     base_values, candidate_values = list(values[base_runs.recipe]), list(values[candidate_runs.recipe])
     candidate_leads = sign * (fmean(candidate_values) - fmean(base_values)) > 0

@@ -352,7 +352,7 @@ def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points
 def _draw(
     lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
-    """Draw N_0 by its profile likelihood, then k_max and the levels. Returns k_max (K,), N_0 (K,), levels (K, S)."""
+    """Draw N_0 from its profile likelihood, then k_max and the levels. Return k_max (K,), N_0 (K,), levels (K, S)."""
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
     k_hat, information, sse = _fit_given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
     excess = sse - sse.min()
@@ -400,7 +400,7 @@ def _add_seed_spread(
 
 
 def _is_open(at_edge: NDArray[np.bool_]) -> bool:
-    """Return whether more than 2.5% of the draws are at the edge, so that the bound on this side is unknown."""
+    """Return whether more than 2.5% of the draws are at this end of the search range, which leaves the bound open."""
     return bool(at_edge.mean() > 0.025)
 
 

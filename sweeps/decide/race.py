@@ -59,7 +59,7 @@ class Chance(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Chance:
-        """Create from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
+        """Create chances from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
         bounds = fields.group(entry, "R")
         return cls(
             recipe=fields.text(entry, "recipe"),

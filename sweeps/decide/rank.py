@@ -265,7 +265,7 @@ def _compare_families(curve_and_options: tuple[Curve, FitOptions]) -> Comparison
 
 
 def baseline_of(fits: Sequence[Fit], name: str | None = None) -> str | None:
-    """Return the recipe that the others are compared with: the given name, or else the recipe that most others name.
+    """Return the baseline: the given recipe, or else the one that most recipes name as their baseline.
 
     Raises:
         UserError: no recipe has the given name.
@@ -279,7 +279,7 @@ def baseline_of(fits: Sequence[Fit], name: str | None = None) -> str | None:
 
 
 def named_baseline(curves: Sequence[Curve]) -> str | None:
-    """Return the recipe among the curves that most of them name as their baseline; None if none is named."""
+    """Return the recipe of these curves that most of them name as their baseline; None if none is named."""
     counts = Counter(curve.baseline for curve in curves)
     recipes = sorted(curve.recipe for curve in curves if counts[curve.recipe])
     return max(recipes, key=lambda recipe: counts[recipe], default=None)

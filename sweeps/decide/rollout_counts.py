@@ -22,7 +22,7 @@ from sweeps.fit.verdict import chance
 
 @dataclass(frozen=True)
 class RolloutChoice(AsJson):
-    """One number of rollouts per prompt at the budget. R and p_best are None where the fit may not be used there."""
+    """One number of rollouts per prompt, at the budget. R and p_best are None if the fit may not be used there."""
 
     rollouts: int
     R: Interval | None

@@ -61,7 +61,7 @@ class Signal(AsJson):
 
     Attributes:
         axis, compute: compute axis, and the largest compute that all runs have spent; later evaluations do not count.
-        last: number of last evaluations of a run that count.
+        last: how many of a run's last evaluations count.
         best: the set to use; None if no ratio is known or none reaches 1.
         rows: one per set.
         notes: remarks on runs that were left out, or that end early.

@@ -438,7 +438,7 @@ def asymptote_of(fit: Fit) -> float:
 
 
 def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
-    """Return the recipe with the smallest expected loss; if it is one of the safe recipes, the first of these instead.
+    """Return the recipe with the smallest expected loss or, if that recipe is in `safe`, the first of `safe`.
 
     Recipes that are not identifiable take part with all their uncertainty. Recipes without a forecast are left out.
 

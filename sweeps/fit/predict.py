@@ -200,7 +200,7 @@ def fitted_line(fit: Fit, compute: Array) -> Array:
 
 
 def confidence_curve(fit: Fit) -> tuple[Array, Array]:
-    """Return values of A, and for each its two-sided p-value: twice the smaller fraction of draws on either side.
+    """Return values of A with two-sided p-values: twice the fraction of draws above or below, the smaller of both.
 
     Raises:
         ValueError: the fit has no A.

@@ -15,7 +15,7 @@ from sweeps.terminal import counted
 
 
 def fits_table(fits: Sequence[Fit]) -> str:
-    """Format a table of fits: verdict, parameters with intervals, error, and numbers of points and seeds."""
+    """Format a table of fits: verdict, parameters with intervals, RMSE, and numbers of points and seeds."""
     # All shape parameters of the family, including those that no fit could identify.
     names = list(FAMILIES[fits[0].family].names)
     head = ["recipe", "verdict", "A", *names, "R0", "rmse", "n", "seeds"]

@@ -43,7 +43,7 @@ class Series:
     """One metric of one run.
 
     Attributes:
-        steps, values: values in order of logging, and their steps, (n,).
+        steps, values: the logged values in order, and the step of each, (n,).
         absent: number of rows without the metric.
         bad: number of rows in which the metric is not a finite number.
         first_bad: description of the first of these; "" if there is none.
