@@ -55,8 +55,7 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """Posterior draws of a recipe's curve, in the units of its evaluations, and posterior weights of its forms, the
-    laws.
+    """Posterior draws of a recipe's curve in its own units, and posterior weights of its possible forms, the laws.
 
     Attributes:
         futures: K joint draws of the curve under all laws, without units.

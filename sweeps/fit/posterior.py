@@ -3,9 +3,9 @@
     z = R0 + (A - R0) g(x; u, v) + w(x) + s(x) + e
 
 x is compute in windows (multiples of the largest evaluated compute), z the reward on a scale of width 1. g is a law,
-that is a form of the curve: a sigmoid, a Weibull curve, or no gain. w is a random walk about the law: Brownian up to x
-= 1, levelling off beyond. s is the difference between a seed and the mean of the given seeds, also a random walk. e is
-white noise.
+that is a form of the curve: a sigmoid, a Weibull curve, or no gain. w is a random walk about the law: Brownian within
+the evaluated compute (x <= 1), levelling off beyond. s is the difference between a seed and the mean of the given
+seeds, also a random walk. e is white noise.
 
 Given a law, its shape (u, v) and the scales of walk and noise, the rest of the model is Gaussian, so the evidence is
 exact. Only these four parameters are sampled, by adaptive importance sampling with deterministic mixture weights (Owen
