@@ -1,7 +1,4 @@
-"""`python -m sweeps` is `scalerl`; `python -m sweeps job FOLDER` is called by batch scripts of earlier versions.
-
-Queued scripts may be older than this version, so this name must stay.
-"""
+"""`python -m sweeps` is `scalerl`. Batch scripts of earlier versions, which may be queued, call `... job FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Python functions of the commands, for notebooks: `from sweeps.api import load, fit, rank, plan, compare, effects`.
 
 Each function takes the same sources as the command of its name, or pandas DataFrames, or results of `load` and `fit`.
-The options have the names and defaults of the command's (`max_compute=8000` for `--max-compute 8000`). A result has
-`to_json()` (what the command prints with `--json`), `to_frame()` (pandas) and `plot(ax=None)` (matplotlib), and a
-notebook shows it as a short table. `decide` is for tables of final values; its result has no plot.
+Options have the names and defaults of the command's options (`max_compute=8000` for `--max-compute 8000`). A result has
+`to_json()` (what the command prints with `--json`), `to_frame()` (pandas) and `plot(ax=None)` (matplotlib). A notebook
+shows it as a short table. `decide` is for tables of final values; its result has no plot.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from sweeps.decide.keep_discard import ChangeVerdict
     from sweeps.fit.fit import Fit
 
-# Options for reading and for fitting. A `Study` was read with the former and `Fits` were made with both, so a function
-# that is given one of these objects does not accept the options again.
+# Options for reading, and options for fitting. Reading options are fixed once a `Study` was read, and both kinds once
+# `Fits` were made, so a function that is given such an object does not accept them again.
 READING = ("metric", "x", "y", "by", "seed_from", "size", "group", "bounds", "lower_is_better")
 FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
 # Number of table rows that a notebook shows.
@@ -56,11 +56,11 @@ class Result:
         raise NotImplementedError
 
     def remarks(self) -> Sequence[str]:
-        """Return the texts that the command prints besides its table: the outcome, and warnings."""
+        """Return what the command prints besides its table: the outcome and warnings."""
         return ()
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the rows as a table; an interval becomes three columns, such as `A`, `A_low` and `A_high`."""
+        """Return the rows as a table. An interval becomes three columns, such as `A`, `A_low` and `A_high`."""
         return pd.DataFrame([flat(row) for row in self.rows()])
 
     def _repr_html_(self) -> str:
@@ -89,7 +89,7 @@ class Study(Result):
 
     study: LoadedStudy
     options: argparse.Namespace
-    kept: Any = field(default=None, repr=False)  # temporary folder of DataFrames given as sources
+    kept: Any = field(default=None, repr=False)  # temporary folder with the DataFrames that were given as sources
 
     @property
     def mapping(self) -> Sequence[str]:
@@ -97,7 +97,7 @@ class Study(Result):
         return self.study.mapping
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per point: recipe, seed, compute, reward, its standard error if known, and the factors."""
+        """Return one row per point: recipe, seed, compute, reward, its standard error if known, and factors."""
         return [
             {
                 "recipe": curve.recipe,
@@ -116,7 +116,7 @@ class Study(Result):
         return self.rows()
 
     def remarks(self) -> Sequence[str]:
-        """Return how columns were read, and warnings."""
+        """Return how the columns were read, and warnings."""
         return [*self.study.shown, *self.study.all_warnings]
 
     def plot(self, ax: Axes | None = None) -> Axes:
@@ -126,7 +126,7 @@ class Study(Result):
 
 @dataclass
 class Fits(Result):
-    """Fits, one per recipe, with their verdicts; `study` has the curves."""
+    """Fits, one per recipe, with their verdicts. `study` has the curves."""
 
     fits: Sequence[Fit]
     study: Study
@@ -152,7 +152,7 @@ class Fits(Result):
         return [fit.to_json() for fit in self.fits]
 
     def remarks(self) -> Sequence[str]:
-        """Return how columns were read, and the warnings of the sources and of each fit."""
+        """Return how the columns were read, and the warnings of the sources and of each fit."""
         from sweeps.fit.fit import warnings_of
 
         return [*self.study.study.shown, *self.study.study.warnings, *warnings_of(self.fits)]
@@ -164,14 +164,14 @@ class Fits(Result):
 
 @dataclass
 class Decision(Result):
-    """Result of rank, plan, compare or effects: the record that the command prints, and the underlying fits.
+    """Result of rank, plan, compare or effects: what the command prints, and the fits behind it.
 
     Attributes:
-        record: the record computed by `sweeps.decide`.
-        fits: the fits from which it was computed.
-        table: key of the rows of the main table in `json`.
+        record: result object of `sweeps.decide`.
+        fits: fits from which it was computed.
+        table: key in `json` of the rows of the main table.
         json: what the command prints with `--json`.
-        said: sentences on the outcome.
+        said: sentences about the outcome.
     """
 
     record: Any
@@ -194,7 +194,7 @@ class Decision(Result):
         return [*self.said, *self.fits.remarks()]
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the first interval of each row, or the fitted curves if the rows have none; return the axes."""
+        """Draw the first interval of each row, or the fitted curves if rows have no interval; return the axes."""
         rows = [flat(row) for row in self.rows()]
         known = [name for name in (rows[0] if rows else {}) if any(row.get(f"{name}_low") is not None for row in rows)]
         if not known:
@@ -214,7 +214,7 @@ class Decision(Result):
 
 @dataclass
 class Chosen(Result):
-    """Result of `decide`: the record that the command prints."""
+    """Result of `decide`."""
 
     record: ChangeVerdict
 
@@ -228,7 +228,7 @@ class Chosen(Result):
         return self.record.to_json()
 
     def remarks(self) -> Sequence[str]:
-        """Return the verdict with its reason, the remedy, and notes on runs."""
+        """Return the verdict with its reason, the remedy, and notes about runs."""
         said = [self.record.sentence, *([] if self.record.remedy is None else [self.record.remedy])]
         return [*said, *self.record.notes]
 
@@ -238,11 +238,11 @@ def load(*sources: Any, **options: Any) -> Study:
 
     Args:
         sources: paths, `mlflow:URI#experiment`, or DataFrames with the columns of a table.
-        options: the command's options metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
+        options: options of `scalerl fit`: metric, x, y, by, seed_from, size, group, bounds, lower_is_better.
 
     Raises:
         UserError: any error that the command would print.
-        TypeError: an unknown option.
+        TypeError: an option is unknown.
     """
     return _study(sources, _options("fit", options, READING))
 
@@ -252,7 +252,7 @@ def fit(*sources: Any, **options: Any) -> Fits:
 
     Args:
         sources: as for `load`, or one `Study`.
-        options: the command's options r0, robust, min_compute, max_compute, family, method, and any option of `load`.
+        options: options of the command: r0, robust, min_compute, max_compute, family, method, and those of `load`.
     """
     return _fits(sources, _options("fit", options, (*READING, *FITTING)), options)
 
@@ -262,8 +262,7 @@ def rank(*sources: Any, **options: Any) -> Decision:
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
-        options: the command's options budget, baseline, margin, sets (names of evaluation sets), and any option of
-            `fit`.
+        options: options of the command: budget, baseline, margin, sets (names of evaluation sets), and those of `fit`.
     """
     from sweeps.decide.at_k import study_at_k
     from sweeps.fit.fit import fit_curves
@@ -288,7 +287,7 @@ def plan(*sources: Any, **options: Any) -> Decision:
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
-        options: the command's options target or budget, margin, sizes, rollouts, difficulty, and any option of `fit`.
+        options: options of the command: target or budget, margin, sizes, rollouts, difficulty, and those of `fit`.
     """
     own_options = ("target", "budget", "margin", "sizes", "rollouts", "difficulty")
     arguments = _options("plan", options, (*READING, *FITTING, *own_options))
@@ -306,8 +305,9 @@ def compare(*sources: Any, recipes: Sequence[str] = (), **options: Any) -> Decis
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
-        recipes: two recipes to compare, or one with which to compare all others; by default the baseline.
-        options: the command's options budget, margin, and any option of `fit`.
+        recipes: two recipes to compare, or one to compare all others with; empty to compare all others with the
+            baseline.
+        options: options of the command: budget, margin, and those of `fit`.
     """
     own_options = ("budget", "margin")
     arguments = _options("compare", options, (*READING, *FITTING, *own_options))
@@ -322,7 +322,7 @@ def effects(*sources: Any, interactions: Sequence[tuple[str, str]] = (), **optio
 
     Args:
         sources: as for `load`, or one `Study` or `Fits`.
-        interactions: pairs of axes whose interaction to estimate as well.
+        interactions: pairs of axes whose interaction is estimated as well.
         options: the options of `fit`.
     """
     from sweeps.decide.effects import effects as computed
@@ -337,10 +337,10 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
     """Decide from the final values of a few runs whether to keep or discard a change, like `scalerl decide`.
 
     Args:
-        baseline: recipe in use.
+        baseline: recipe that is kept so far.
         candidate: recipe that may replace it.
-        source: path of a table, or a DataFrame, with a row per run.
-        options: the command's options by, y, status, failed, lower_is_better, margin.
+        source: path of a table, or a DataFrame, with one row per run.
+        options: options of the command: by, y, status, failed, lower_is_better, margin.
     """
     known = ("by", "y", "status", "failed", "lower_is_better", "margin")
     with tempfile.TemporaryDirectory(prefix="scalerl-") as kept:
@@ -356,10 +356,10 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
 
 
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command: its defaults, updated with the options `given`.
+    """Return the options of a command: its defaults, updated with those of the caller, `given`.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an option is unknown.
     """
     options = _given(command, ["."], given, known)
     if isinstance(options.group, str):
@@ -379,7 +379,7 @@ def _given(command: str, words: Sequence[str], given: Mapping[str, Any], known: 
 
 
 def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
-    """Read the sources; DataFrames are written to files and read like other tables."""
+    """Read the sources. DataFrames are written to files, and then read like other tables."""
     if not sources:
         raise UserError("give a source: a path, mlflow:URI#experiment, or a DataFrame")
     kept = None
@@ -399,7 +399,7 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
 
 @contextmanager
 def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
-    """Let errors name the DataFrame and the row's label in place of the temporary file and the line in it."""
+    """In errors, name the DataFrame and the row's label instead of the temporary file and its line."""
     try:
         yield
     except UserError as error:
@@ -416,7 +416,7 @@ def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
 
 
 def _labels_by_line(path: Path, frame: pd.DataFrame) -> dict[str, str]:
-    """Return `row LABEL` for each row of a DataFrame by `line N`, the first line of the row in its CSV file."""
+    """Return `row LABEL` for each row of a DataFrame, by `line N`, the row's first line in the CSV file."""
     labels, line = {}, 1
     with path.open(newline="") as file:
         reader = csv.reader(file)
@@ -430,10 +430,10 @@ def _labels_by_line(path: Path, frame: pd.DataFrame) -> dict[str, str]:
 def _fits(
     sources: Sequence[Any], options: argparse.Namespace, given: Mapping[str, Any], own: Sequence[str] = ()
 ) -> Fits:
-    """Return the fits if the only source is `Fits`, else fit the curves of the `Study` or the sources.
+    """Return the fits if the only source is `Fits`; otherwise fit the curves of the `Study` or of the sources.
 
     Raises:
-        TypeError: an option of `given` was already fixed by `load` or `fit`.
+        TypeError: an option in `given` was already fixed by `load` or `fit`.
     """
     done = sources[0] if len(sources) == 1 and isinstance(sources[0], Study | Fits) else None
     settled = () if done is None else READING if isinstance(done, Study) else (*READING, *FITTING)
@@ -449,7 +449,7 @@ def _fits(
 
 
 def _workers() -> int:
-    """Return the number of processes for fits: 1 in a script, because other processes would run the script again."""
+    """Return the number of processes for fits: in a script 1, because each process would run the script again."""
     return 1 if hasattr(sys.modules["__main__"], "__file__") else cores()
 
 
@@ -461,7 +461,6 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
-    """Draw points and fitted curves with their bands."""
     import numpy as np
 
     from sweeps.decide.rank import named_baseline

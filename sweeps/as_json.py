@@ -1,4 +1,4 @@
-"""Convert dataclasses to the JSON that commands print; some fields are renamed or left out."""
+"""Convert dataclasses to the JSON that commands print. Some fields are renamed or left out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class AsJson:
     """Base class of dataclasses that are printed as JSON, field by field, in order.
 
     Attributes:
-        JSON: names to print for fields whose printed name differs; None to leave the field out.
+        JSON: by field, the name to print if it differs; None to leave the field out.
     """
 
     JSON: ClassVar[Mapping[str, str | None]] = {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object: numbers are finite; unknown values and open bounds are None.
+        """Return the fields as a JSON object. Numbers are finite; unknown values and open bounds are None.
 
         Raises:
             ValueError: a number is not finite.
@@ -28,11 +28,11 @@ class AsJson:
 
 
 def as_json(value: Any, name: str = "value") -> Any:
-    """Convert a field's value to JSON types, recursing into records, mappings, lists and tuples.
+    """Convert a field's value to JSON types. Records, mappings, lists and tuples are converted recursively.
 
     Args:
         value: value of the field.
-        name: name of the field, for the error.
+        name: name of the field, for the error message.
 
     Raises:
         ValueError: a number is not finite, which JSON does not allow.

@@ -1,7 +1,7 @@
-"""Compute curves: arrays of reward and compute, the input of a fit.
+"""Compute curves: reward over compute, as arrays. They are what is fitted.
 
-A curve has all evaluations of one recipe: rewards and cumulative compute, for every seed. A run's first evaluation is
-at compute 0 and measures the reward before training, R0.
+A curve has all evaluations of one recipe: for every seed, rewards and cumulative compute. A run's first evaluation is
+at compute 0, and measures R0, the reward before training.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sweeps.errors import UserError
 
 Array = NDArray[np.float64]
 
-# Largest absolute value of compute and reward: squares and ratios of larger values may overflow.
+# Largest absolute value of compute and reward, because squares and ratios of larger values may overflow.
 _LARGEST = 1e100
-# If the largest reward is below this, rewards are not interpreted as percentages.
+# If the largest reward is below this, rewards are not taken for percentages.
 _LEAST_PERCENT = 3.0
 
 DEVICE_HOURS, VIRTUAL_HOURS, FLOPS = "compute/device_hours", "compute/virtual_device_hours", "compute/flops"
@@ -30,7 +30,7 @@ def default_axis(on_gpu: bool) -> str:
     return DEVICE_HOURS if on_gpu else VIRTUAL_HOURS
 
 
-# Axes of other trainers' runs.
+# Compute axes of runs of other trainers.
 TOKENS, STEPS = "compute/tokens", "compute/steps"
 # Compute axes of judges that run as services.
 JUDGE_HOURS, JUDGE_TOKENS, JUDGE_COST = "compute/judge_hours", "compute/judge_tokens", "compute/judge_cost"
@@ -48,27 +48,27 @@ UNITS = {
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """One recipe's points, ordered by seed and compute.
+    """All points of one recipe, sorted by seed and compute.
 
     Attributes:
         recipe: label of the recipe.
-        compute: compute in the unit of the axis, (n,).
+        compute: compute, in the unit of the axis, (n,).
         reward: rewards, (n,).
         seed: labels of the seeds, (n,).
         sd: standard error of each reward, (n,); None if unknown.
         axis, metric: names of the columns of compute and reward.
-        warnings: warnings for the user about the points.
-        factors: values of the columns by which the user has also grouped the points, as text by name (such as `size`).
-        baseline: recipe with which this recipe is compared, which may be itself; None if the source does not say.
-        at_peak: effective compute under a decaying learning rate: the compute at the peak rate that `compute` is
-            equivalent to (`sweeps.fit.schedule`), (n,). None if the rate does not decay or is unknown.
+        warnings: warnings to the user about the points.
+        factors: columns, such as `size`, by which the user has also grouped the points: value of each as text, by name.
+        baseline: recipe with which this one is compared, perhaps itself; None if the source does not name one.
+        at_peak: effective compute if the learning rate decays: the compute at the peak rate to which `compute` is
+            equivalent (`sweeps.fit.schedule`), (n,). None if the rate does not decay or is unknown.
         ended: whether a run of the recipe finished before its budget and cannot be continued (prompts exhausted).
-        limits: lowest and highest possible reward as given by the user or the source; None to infer them.
+        limits: lowest and highest possible reward, as given by the user or the source; None to infer them.
         seen: lowest and highest reward of the whole study (`with_shared_scale`); None to use those of this curve.
         lower_is_better: whether the source's metric is a loss. Rewards are then minus the metric, and `metric` is
             `-loss`.
-        origin: for branches of runs, the compute of the branching point (mean over seeds), from which `compute` is
-            counted; 0 for other runs.
+        origin: for branches of runs, the compute at the branching point (mean over seeds), from which `compute` counts;
+            0 for other runs.
     """
 
     recipe: str
@@ -90,10 +90,11 @@ class Curve:
 
     @cached_property
     def range(self) -> tuple[float, float] | None:
-        """Ends of the reward's scale: `limits`, else 0 and 1, -1 and 1, or 0 and 100 (percent); None if unknown.
+        """Lowest and highest value of the reward's scale: `limits`, else (0, 1), (-1, 1) or (0, 100); None if unknown.
 
-        Without `limits` it is inferred from the study's rewards. A maximum below `_LEAST_PERCENT` is not interpreted as
-        percent. Nothing is inferred for a loss: its values do not show whether it is an error rate.
+        Without `limits` it is inferred from the study's rewards. Rewards whose maximum is below `_LEAST_PERCENT` are
+        not taken for percentages. For a loss nothing is inferred, because its values do not show whether it is an error
+        rate.
         """
         if self.limits is not None or self.lower_is_better:
             return self.limits
@@ -105,7 +106,7 @@ class Curve:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The `warnings`, and another if the reward's scale was inferred and is not [0, 1]."""
+        """The `warnings`, and one more if the reward's scale was inferred and is not [0, 1]."""
         if self.limits is not None or self.lower_is_better or self.range == (0, 1):
             return self.warnings
         low, high = self.seen or (self.reward.min(), self.reward.max())
@@ -117,7 +118,7 @@ class Curve:
 
     @property
     def values(self) -> Array:
-        """The metric as in the source, (n,): the rewards, or minus the rewards if the metric is a loss."""
+        """Values of the metric as in the source, (n,): the rewards, or minus the rewards if the metric is a loss."""
         return -self.reward if self.lower_is_better else self.reward
 
     @property
@@ -127,19 +128,19 @@ class Curve:
 
     @property
     def scale(self) -> float:
-        """Width of the reward's scale, by which constants for pass rates are multiplied.
+        """Width of the reward's scale. Constants that were chosen for pass rates are multiplied by it.
 
-        1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), or the width of given limits; otherwise the
-        range of the observed rewards.
+        It is 1 for rewards in [0, 1], 2 in [-1, 1], 100 in [0, 100] (percent), or the width of given limits; otherwise
+        the range of the observed rewards.
         """
         low, high = self.range or (float(self.reward.min()), float(self.reward.max()))
         return high - low
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Limits of R0 and A in a fit: the ends of the reward's scale.
+        """Limits of R0 and A in a fit: the lowest and highest value of the reward's scale.
 
-        If the scale is unknown, they are the observed range of rewards, extended by twice its width below and above.
+        If the scale is unknown, they are the range of observed rewards, extended by twice its width on both sides.
         """
         low, high = float(self.reward.min()), float(self.reward.max())
         return self.range or (low - 2 * (high - low), high + 2 * (high - low))
@@ -151,7 +152,7 @@ class Curve:
         return f"{unit} after branching" if self.origin else unit
 
     def take(self, keep: NDArray[np.bool_]) -> Curve:
-        """Return the curve restricted to the points selected by a mask (n,)."""
+        """Return the curve with only the points that a mask (n,) selects."""
         sd = None if self.sd is None else self.sd[keep]
         at_peak = None if self.at_peak is None else self.at_peak[keep]
         return replace(
@@ -174,13 +175,13 @@ def make_curve(
     bounds: tuple[float, float] | None = None,
     lower_is_better: bool = False,
 ) -> Curve:
-    """Make a curve from arrays: validated and sorted by seed and compute; repeated rows are dropped with a warning.
+    """Check arrays and make a curve of them, sorted by seed and compute. Repeated rows are dropped, with a warning.
 
-    Different rewards of one seed at the same compute are both kept, with a warning.
+    Different rewards of one seed at the same compute are all kept, with a warning.
 
     Args:
-        bounds: lowest and highest possible value of `reward` as passed; None to infer them.
-        lower_is_better: whether `reward` is a loss or an error rate; the curve's rewards are then minus its values.
+        bounds: lowest and highest possible value in `reward`; None to infer them.
+        lower_is_better: whether `reward` has losses or error rates. The curve's rewards are then minus these.
 
     Raises:
         UserError: there are no points, lengths differ, a compute, reward or error is negative, not finite or too large,
@@ -237,7 +238,7 @@ def make_curve(
 
 
 def with_shared_scale(curves: Sequence[Curve]) -> list[Curve]:
-    """Give all curves of a study that have the same metric one common `range`, inferred from all their rewards.
+    """Give all curves of a study with the same metric one `range`, inferred from all their rewards.
 
     Otherwise the fit of a recipe whose rewards stay below 1 would be bounded by 1, although another recipe reaches 2.
     """
@@ -253,7 +254,6 @@ def _negated(ends: tuple[float, float] | None) -> tuple[float, float] | None:
 
 
 def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bounds: tuple[float, float]) -> None:
-    """Refuse rewards outside of the bounds."""
     outside = np.flatnonzero((reward < bounds[0]) | (reward > bounds[1]))
     if len(outside):
         first = outside[0]
@@ -263,12 +263,12 @@ def _check_bounds(recipe: str, metric: str, compute: Array, reward: Array, bound
         )
 
 
-# At most this many seeds with conflicts are listed in a warning.
+# Largest number of seeds with conflicts that a warning lists.
 _MAX_LISTED = 3
 
 
 def conflicts(compute: Array, reward: Array, seed: NDArray[np.str_]) -> list[str]:
-    """Return warnings for seeds with different rewards at the same compute; rows are sorted and unique."""
+    """Return warnings for seeds with different rewards at the same compute. Rows must be sorted and unique."""
     again = np.zeros(len(compute), dtype=bool)
     again[1:] = (compute[1:] == compute[:-1]) & (seed[1:] == seed[:-1])
     starts = np.flatnonzero(~again)

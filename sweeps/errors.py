@@ -1,4 +1,4 @@
-"""UserError, the exception that commands print as a single line with exit code 1, and helpers that raise it."""
+"""UserError, the exception that commands print as one line with exit code 1, and functions that raise it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from importlib.util import find_spec
 
 
 class UserError(Exception):
-    """An error in the user's input: a value, a file or a setting that cannot be used.
+    """Error in the user's input: a value, a file or a setting that cannot be used.
 
-    The message is one line that names the field, the value and the remedy. Commands print it without a traceback and
-    exit with 1.
+    The message is one line with the field, its value and the remedy. Commands print it without a traceback, and exit
+    with 1.
     """
 
 
 def require(module: str, what: str, install: str | None = None) -> None:
-    """Check that an optional package is installed; if not, raise a one-line error that names it.
+    """Check that an optional package is installed.
 
     Args:
-        module: name of the module, as imported.
-        what: the user's request, with which the message begins.
-        install: argument for pip; None for the module's name.
+        module: name of the module as it is imported.
+        what: what the user has requested; the message begins with it.
+        install: argument of `pip install`; None for the module's name.
 
     Raises:
         UserError: the module is not installed.
@@ -35,13 +35,13 @@ def require(module: str, what: str, install: str | None = None) -> None:
 
 
 def require_training(what: str) -> None:
-    """Check that lightning-scalerl is installed, and not only its study tool `sweeps`.
+    """Check that lightning-scalerl is installed, and not only the study tool `sweeps`.
 
     Args:
-        what: the user's request, with which the message begins.
+        what: what the user has requested; the message begins with it.
 
     Raises:
-        UserError: lightning-scalerl, or a package it trains with, is not installed.
+        UserError: lightning-scalerl, or a package that it needs for training, is not installed.
     """
     for package in ("lightning_scalerl", "hydra", "torch", "lightning", "transformers"):
         require(package, what, "lightning-scalerl (in a checkout: pip install -e .)")
@@ -49,10 +49,10 @@ def require_training(what: str) -> None:
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """In a `with` block, convert an OSError to a UserError that names this field.
+    """Convert an OSError in a `with` block to a UserError whose message begins with `field`.
 
     Raises:
-        UserError: an OSError with an errno was raised; an OSError without an errno passes unchanged.
+        UserError: an OSError with an errno was raised. An OSError without one passes unchanged.
     """
     try:
         yield
@@ -84,12 +84,12 @@ _REMEDIES = {
 
 
 def of_the_system(error: OSError, missing: bool = True) -> str | None:
-    """Describe an OSError in one line: path, reason and remedy. Return None for errors that the user cannot fix.
+    """Describe an OSError in one line: path, reason and remedy. Return None if the user cannot fix it.
 
     Args:
-        error: the error. Some libraries raise subclasses of OSError that have a text but no errno; these give None.
-        missing: whether to describe the error of a missing file; False while the user's own code runs, because then
-            it is an error of that code.
+        error: the error. Some libraries raise OSErrors with a text but without an errno; the result is then None.
+        missing: whether to describe the error of a missing file. False while the user's own code runs, because it is
+            then an error of that code.
     """
     if error.errno is None or (error.errno == errno.ENOENT and not missing):
         return None

@@ -1,4 +1,4 @@
-"""Parallel map of a function over items with several processes, and a clean end of pools at SIGTERM."""
+"""Map a function over items in several processes, and end pools of processes cleanly at SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from sweeps.threads import multiply_on_one_thread
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Minimum number of items per worker: with fewer, a serial loop is faster than the imports of a spawned process.
+# With fewer items per worker, a loop in this process takes less time than the imports of the workers.
 _LEAST = 4
 
 
 def cores() -> int:
-    """Return the number of CPU cores in this process's affinity mask (all cores where there is none)."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list[R]:
-    """Return `work(item)` for every item, in order; results do not depend on the number of workers.
+    """Return `work(item)` for every item, in order. The results do not depend on the number of workers.
 
-    With more than one worker, work, items and results must be picklable, and a script that calls this must guard its
-    main part by `if __name__ == "__main__"`, because every worker imports it again.
+    With more than one worker, work, items and results must be picklable. A script that calls this must guard its main
+    part by `if __name__ == "__main__"`, because every worker imports the script again.
     """
     workers = min(workers, len(items) // _LEAST)
     if workers < 2:
         return [work(item) for item in items]
-    # Processes are spawned, not forked: a fork would copy locks held by the caller's threads.
+    # Processes are spawned, because a fork would copy locks that the caller's threads hold.
     with (
         exit_on_sigterm(),
         ProcessPoolExecutor(workers, get_context("spawn"), initializer=multiply_on_one_thread) as pool,
@@ -46,15 +46,15 @@ def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list
 def exit_on_sigterm() -> Iterator[None]:
     """In a `with` block, let SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt.
 
-    By default SIGTERM ends a process at once, without releasing the semaphores of its pools, and Python's resource
-    tracker prints warnings about them to stderr. An existing handler stays in place.
+    By default SIGTERM ends a process at once. The semaphores of its pools are then not released, and Python's resource
+    tracker warns of them on stderr. A handler that is already set stays in place.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 
     def leave(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process without waiting for the clean-up
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)

@@ -1,4 +1,4 @@
-"""Ports for servers that need a port number before they bind it."""
+"""Find a port for a server that must be told its port number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-# Ports from here up to the system's own range are tried.
+# Ports from `_FIRST` up to the system's own range may be returned; at most `_TRIES` of them are tried.
 _FIRST, _TRIES = 10000, 100
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -15,15 +15,15 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that is free at `host`.
 
-    The system assigns ports of its own range to all sockets without a fixed port, and may do so between this call and
-    the server's bind. Therefore a port below that range is returned, if one is free.
+    A port below the system's own range is returned, if one is free. The system gives ports of its own range to all
+    sockets without a fixed port, so it might give away such a port before the server binds it.
     """
     try:
         beyond = int(_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        beyond = 32768  # the usual range of Linux; other systems begin later
+        beyond = 32768  # first port of the usual range on Linux; on other systems it is higher
     ports = range(_FIRST, beyond)
-    # The global generator is not used, because the search for a port must not change a run's random numbers.
+    # Not the global generator, because the search for a port must not change a run's random numbers.
     for port in random.SystemRandom().sample(ports, min(_TRIES, len(ports))):
         with suppress(OSError):
             return _bound(host, port)

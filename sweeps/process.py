@@ -1,8 +1,8 @@
-"""Start, observe, stop and kill child processes, which end with their parent.
+"""Start, observe, stop and kill child processes. They end when their parent ends.
 
-`Tree` runs a command with all the processes that it starts. Its parent is a guard process, which is this file, run as a
-script without site packages, so that it starts in 30 ms. The guard reads one JSON object per line from standard input.
-When standard input ends, the process that uses `Tree` has ended, and the guard kills everything at once.
+`Tree` runs a command, and with it all processes that the command starts. Their parent is a guard process. It runs this
+file as a script without site packages, and therefore starts in 30 ms. It reads one JSON object per line from standard
+input. When standard input ends, the process that uses `Tree` has ended, and the guard kills everything at once.
 
     in   {"words": [...], "env": {...}, "folder": "...", "out": "path or null", "stops_by": 15}
                                             out null: our standard error; stops_by: signal of a later "stop", or null
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
     from multiprocessing.process import BaseProcess
 
-# Signals by which a cluster warns of a time limit or a preemption. It sends them to every process of a job's step, and
-# only the run's own process handles them.
+# Signals by which a cluster warns of a time limit or a preemption. They go to every process of a job's step, but only
+# the run's own process acts on them.
 WARNINGS = (signal.SIGUSR2, signal.SIGTERM)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Environment variables that keep a worker from using all cores.
+# Environment variables that keep a worker from using several cores.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl
 _PROC = Path("/proc")
-_GRACE_S = 2.0  # seconds after the command's end within which its other processes may end by themselves
+_GRACE_S = 2.0  # after a command has ended, seconds for its other processes to end by themselves
 
 
 def ended_with(code: int) -> str:
@@ -55,7 +55,7 @@ def ended_with(code: int) -> str:
 
 
 def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
-    """Wait for the end of a child process; after each timeout in seconds, send it the next signal."""
+    """Wait for a child process to end. Each of `signals` is a timeout in seconds and the signal to send after it."""
     for timeout_s, number in signals:
         process.join(timeout_s)
         if process.exitcode is None and process.pid is not None:
@@ -65,9 +65,9 @@ def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
 
 @contextmanager
 def shielded(*signals: signal.Signals) -> Iterator[None]:
-    """Block signals (default: `WARNINGS`) in processes that this thread starts during a `with` block.
+    """Block signals (default: `WARNINGS`) in processes that this thread starts in a `with` block.
 
-    A new process inherits the blocked signals from its first moment, before it could ignore them itself.
+    A new process inherits the blocking, so no signal reaches it before it can ignore signals itself.
     """
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signals or WARNINGS)
     try:
@@ -80,12 +80,13 @@ def die_with_parent(started_by: int | None = None) -> None:
     """End this process as soon as its parent is gone.
 
     Args:
-        started_by: process whose thread started this one; Linux then kills even a process that hangs. None for a child
-            of `multiprocessing`, whose parent may be a server: a thread then watches the process that requested it.
+        started_by: id of the parent, of which one thread has started this process: Linux then kills this process even
+            if it hangs. None for a child of `multiprocessing`, whose parent may be a server: then a thread watches the
+            process that requested it.
     """
     if started_by is not None:
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        # The parent may have ended before prctl; then no signal arrives.
+        # If the parent ended before prctl was called, no signal arrives.
         if os.getppid() != started_by:
             os._exit(1)
         return
@@ -96,23 +97,23 @@ def die_with_parent(started_by: int | None = None) -> None:
 
     def watch() -> None:
         connection.wait([parent.sentinel])
-        # os._exit, because sys.exit would end only this thread.
+        # Not sys.exit, which would end only this thread.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def forkserver(preload: Sequence[str]) -> ForkServerContext:
-    """Return the context whose processes are forked from one server, which imports `preload` before the first fork.
+    """Return the context of processes that are forked from one server, which imports `preload` before the first fork.
 
-    Planner and members of a study share the server, because importing Lightning alone takes a dozen seconds of CPU.
+    Planner and members of a study use the same server, because importing Lightning alone takes a dozen seconds of CPU.
     """
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    # Libraries read these variables when they are imported. The server computes nothing, so one thread is enough; each
-    # member sets its own number.
+    # Libraries read these variables on import. One thread is enough for the server, which computes nothing. Each member
+    # sets its own number of threads.
     for name in THREADS:
         os.environ[name] = "1"
     return context
@@ -121,57 +122,57 @@ def forkserver(preload: Sequence[str]) -> ForkServerContext:
 def start_worker(
     module: str, content: bytes, memory_gib: float | None, env: Mapping[str, str], stderr: int | None = None
 ) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
-    """Start `python -m module` in a new session; the module must first call `begin_worker`.
+    """Start `python -m module` in a new session. The module must call `begin_worker` first.
 
     Args:
         module: name of one of our modules.
         content: bytes that `begin_worker` returns, such as a pickled object.
-        memory_gib: limit on the process's data segment in GiB; None for no limit.
-        env: environment variables, in addition to this process's own.
-        stderr: descriptor for standard output and error; None for our standard error.
+        memory_gib: limit of the process's data segment in GiB; None for no limit.
+        env: environment variables that are added to this process's own.
+        stderr: file descriptor for standard output and standard error; None for those of this process.
 
     Returns:
-        The process and our end of its pipe. The process dies with the thread that started it.
+        The process, and our end of a pipe to it. The process is killed when the thread that started it ends.
     """
     from multiprocessing import Pipe
 
     ours, theirs = Pipe()
-    # Use a file in memory, because writing to a pipe would block this thread until the new process reads.
+    # A file in memory, because a write to a pipe would block until the new process reads.
     with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file, shielded():
         memory_file.write(pickle.dumps((list(sys.path), memory_gib, content)))
         memory_file.flush()
         memory_file.seek(0)
         descriptors = [theirs.fileno(), memory_file.fileno()]
-        # In a new session, the process can be killed with its children, and does not receive Ctrl-C.
+        # In a session of its own, the process can be killed together with its children, and gets no Ctrl-C.
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(descriptors[0]), str(os.getpid()), str(descriptors[1])],
             pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True,
             env={**os.environ, **_ONE_THREAD, **env},
         )  # fmt: skip
-    # Close the child's end here. Otherwise the child's death would cause no end of file, and only a timeout would show
-    # it.
+    # Close the child's end here, so that the death of the child shows as end of file. Otherwise only a timeout would
+    # show it.
     theirs.close()
     return process, ours
 
 
 def begin_worker() -> tuple[Connection[Any, Any], bytes]:
-    """Begin a process of `start_worker`: set its limits and module path; return its end of the pipe and `content`."""
+    """Begin a process of `start_worker`: set its limits and module path. Return its end of the pipe, and `content`."""
     import resource
     from multiprocessing.connection import Connection
 
-    # Let the kernel kill this process when its parent ends: a worker that hangs would never read the end of the pipe.
+    # If its parent ends, the kernel kills this process: a worker that hangs would not notice the end of the pipe.
     die_with_parent(int(sys.argv[2]))
-    # The cluster's warnings do not end this process, because the run still needs it to save. Processes that it starts
-    # ignore SIGUSR2 too, but can be ended by SIGTERM, as graders and environments expect of their own processes.
+    # The cluster's warnings must not end this process, because the run needs it to save. Processes that it starts
+    # ignore SIGUSR2 as well. SIGTERM ends them, because graders and environments use it to end their own processes.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
-    os.dup2(2, 1)  # prints go to stderr, not into the run's output
+    os.dup2(2, 1)  # prints must go to stderr, not into the run's output
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with os.fdopen(int(sys.argv[3]), "rb") as memory_file:
         path, memory_gib, content = pickle.load(memory_file)
-    # Use the parent's path, so that the user's modules are found here as well.
+    # The parent's path, so that the user's modules are found here too.
     sys.path[:] = path
     if memory_gib is not None:
         limit = int(memory_gib * 2**30)
@@ -180,7 +181,7 @@ def begin_worker() -> tuple[Connection[Any, Any], bytes]:
 
 
 def last_words(log: Path) -> str:
-    """Return the last line of a process's log, at most 300 characters of it; empty without one."""
+    """Return the last line of a process's log, at most 300 characters; "" if there is none."""
     with suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip()[:300] if lines else ""
@@ -198,10 +199,10 @@ class Ended:
     """End of a command.
 
     Attributes:
-        code: exit code, or minus the number of the signal that killed the command.
-        killed_survivors: number of processes that outlived the command and were killed.
-        killed: whether the command itself was killed, because it did not end after a request to stop.
-        survivors: number of processes that outlived the command, killed or not.
+        code: exit code, or minus the number of the signal that killed it.
+        killed_survivors: number of processes that outlived the command and had to be killed.
+        killed: whether the command itself was killed, because it did not end when asked to stop.
+        survivors: number of processes that outlived the command.
     """
 
     code: int
@@ -216,9 +217,9 @@ class Ended:
 
 
 def locked(path: Path) -> int | None:
-    """Lock a file and return its descriptor; None if the file system has no locks.
+    """Lock a file, and return its descriptor; None if the file system has no locks.
 
-    Wait until all processes that hold an earlier lock on the file have ended.
+    Waits until all processes that hold an earlier lock on the file have ended.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -230,16 +231,16 @@ def locked(path: Path) -> int | None:
 
 
 class Tree:
-    """A running command, with all the processes that it starts.
+    """A command that runs, with all the processes that it starts.
 
-    Context manager: when it exits, or this process dies in any way, everything is killed.
+    A context manager. When it exits, or when this process dies in any way, all these processes are killed.
 
     Args:
         words, env, folder: command line, environment variables and working directory.
-        out: file to which its standard output is appended; None for this process's standard error, where its standard
-            error goes too.
-        lock: descriptor of a lock that is held until the whole command has ended, even if this process dies.
-        stops_by: signal that asks the command to stop. If it is not SIGUSR2, the command ignores SIGUSR2 until it sets
+        out: file to which standard output is appended; None for this process's standard error, where the command's
+            standard error goes as well.
+        lock: descriptor of a lock that is held until all the processes have ended, even if this process dies.
+        stops_by: signal that asks the command to stop. If it is not SIGUSR2, the command ignores SIGUSR2 unless it sets
             a handler of its own.
 
     Raises:
@@ -284,7 +285,7 @@ class Tree:
         self._guard.wait()
 
     def stop(self, number: signal.Signals | None, within_s: float) -> None:
-        """Send the command a signal to stop (None if it was asked otherwise); kill its processes after `within_s`."""
+        """Send a signal to stop (None: the command was asked in another way); kill its processes after `within_s`."""
         self._tell({"stop": number, "within_s": within_s})
 
     def wait(self, timeout_s: float) -> Ended | None:
@@ -293,8 +294,8 @@ class Tree:
         if reply is None:
             return None
         if not reply:
-            # The guard was killed from outside. The command runs in the guard's session, and nothing else is known of
-            # it, so kill that session.
+            # The guard was killed from outside, so nothing is known of the command. It runs in the guard's session:
+            # kill that.
             kill_group(self._guard.pid)
             return Ended(-signal.SIGKILL, 0, False)
         return Ended(reply["ended"], reply["left"], reply["killed"], reply["behind"])
@@ -305,7 +306,7 @@ class Tree:
             self._guard.stdin.write(json.dumps(what).encode() + b"\n")
 
     def _hear(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """Return the guard's next line; None if none arrives in time, an empty dict if it has ended without one."""
+        """Return the guard's next line; None if there is none in time, and {} if the guard has ended."""
         assert self._guard.stdout is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
@@ -325,7 +326,7 @@ class Tree:
 
 
 def _guard() -> None:
-    """Start the command given on standard input, and follow it to its end."""
+    """Run the guard: start the command that is given on standard input, and follow it to its end."""
     for number in (signal.SIGINT, *WARNINGS):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
@@ -364,7 +365,7 @@ def _guard() -> None:
             block = os.read(0, 65536)
             if not block:
                 _kill_all()
-                # Without /proc, descendants are unknown: kill the whole session, including this process.
+                # Without /proc the processes of the command are unknown: kill the whole session, this process included.
                 if not _PROC.is_dir():
                     kill_group(0)
                 return
@@ -386,13 +387,13 @@ def _guard() -> None:
 def _reset_signals(stops_by: int | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops_by == signal.SIGUSR2:  # otherwise it stays ignored: the member forwards the cluster's warning
+    if stops_by == signal.SIGUSR2:  # otherwise it stays ignored: the member passes on the warning in its own way
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl on Linux. Elsewhere do nothing: a command's leftover processes are then found by their group alone."""
+    """Call prctl on Linux. Elsewhere do nothing; what a command leaves behind is then found only by its group."""
     if sys.platform == "linux":
         import ctypes
 
@@ -405,13 +406,12 @@ def _say(what: dict[str, object]) -> None:
 
 
 def _descendants() -> list[int]:
-    """Return all processes below this one; orphans among them have become its children (subreaper)."""
+    """Return all processes below this one. They include orphans, which became its children (subreaper)."""
     parents: dict[int, list[int]] = {}
     for process in _PROC.iterdir() if _PROC.is_dir() else ():
         if process.name.isdigit():
             try:
-                # The fields after the name in parentheses are state, parent, ... Zombies (Z) and dead processes (X) do
-                # not count.
+                # After the name in parentheses come state, parent, ... Zombies (Z) and dead processes (X) do not count.
                 fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             except OSError:
                 continue
@@ -427,9 +427,9 @@ def _descendants() -> list[int]:
 
 
 def _end_rest() -> int:
-    """Give processes that outlive the command a moment to end, kill the others, and return how many were killed."""
+    """Give processes that outlive the command some time to end, kill the rest, and return how many were killed."""
     deadline = time.monotonic() + _GRACE_S
-    asked: set[int] = set()  # signal each only once: many programs take a second signal as a request to end at once
+    asked: set[int] = set()  # one signal for each, because many programs take a second one as a request to end at once
     while (left := _descendants()) and time.monotonic() < deadline:
         for process in set(left) - asked:
             _send(process, signal.SIGTERM)
@@ -440,7 +440,7 @@ def _end_rest() -> int:
 
 
 def _kill_all(but: int | None = None) -> None:
-    """Kill every process below this one, repeatedly until there are none: they may start others meanwhile."""
+    """Kill all processes below this one, repeatedly, because they may start others until they are dead."""
     while left := [process for process in _descendants() if process != but]:
         for process in left:
             _send(process, signal.SIGKILL)
@@ -453,7 +453,7 @@ def _send(process: int, number: int) -> None:
 
 
 def _reap(wait_s: float, but: int | None = None) -> None:
-    """Wait `wait_s` seconds, then reap ended children, except `but`, whose end another call waits for."""
+    """Wait `wait_s` seconds, then reap children that have ended. For the end of `but`, another call waits."""
     time.sleep(wait_s)
     for process in _children():
         if process != but:

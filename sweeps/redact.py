@@ -1,4 +1,4 @@
-"""Redaction of secrets from everything that is stored: journals, ledgers, logs, MLflow."""
+"""Mask secrets in everything that is stored: journals, ledgers, logs, MLflow."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
-# Endings of names of secrets, in various styles: HF_TOKEN, db.password, PGPASSWORD, accountKey, MYSQL_PWD.
+# How names of secrets end, in various styles: HF_TOKEN, db.password, PGPASSWORD, accountKey, MYSQL_PWD.
 _SECRET_NAME = re.compile(
     r"(?i)((^|[_.-])(token|secret|credential|passphrase|jwt|authorization|connection_?string"
     r"|(api|access|secret|private|account|auth|encryption|signing|shared|master|ssh)_?key)"
     r"|password|passwd|sshpass)s?$"
     r"|(^|[_.-])pass$|[a-z0-9][_.-]pwd$"
 )
-# "key" alone may be a column or a position in a table; after a vendor's name it is a secret.
+# "key" alone may name a column or a position in a table. After a vendor's name it names a secret.
 _VENDORS_KEY = re.compile(
     r"(?i)(^|[_.-])(openai|anthropic|wandb|hf|hugging_?face|azure|google|gemini|groq|mistral|cohere|together|fireworks"
     r"|replicate|deepseek|openrouter|github|gitlab|gh|comet|neptune|mlflow|aws|gcp|serpapi|tavily|ngc)_(key|pat)$"
 )
-# Environment variables are not columns, so every *_KEY among them is a secret.
+# Environment variables do not name columns, so each *_KEY among them is a secret.
 _VARIABLES_KEY = re.compile(r"(^|\.)[A-Z0-9][A-Z0-9_]*_(KEY|PAT)$")
-# Names that look secret but are not: tokens of a tokenizer or model, numbers of tokens (a grid writes several numbers
-# as one text), keys of tables and caches, passes over data.
+# Names that look like those of secrets: tokens of a tokenizer or model, numbers of tokens (a grid writes several
+# numbers as one text), keys of tables and caches, passes over data.
 _HARMLESS_NAME = re.compile(
     r"(?i)(^|[_.-])((eos|bos|pad|stop|unk|sep|cls|mask|end|begin|start|think\w*|special)_tokens?"
     r"|(max|min|num)_(\w+_)?tokens"
@@ -43,7 +43,7 @@ _TOKEN = re.compile(
     r"|eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)(?![A-Za-z0-9])"
 )
 _WEBHOOK = re.compile(r"(?P<before>hooks\.slack\.com/services/)[\w/-]+")
-# This pattern also matches a key whose end was cut off.
+# Also matches a key whose end is missing.
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?P<kind>[A-Z ]*PRIVATE KEY)( BLOCK)?-----"
     r"(?:(?s:.)*?-----END (?P=kind)( BLOCK)?-----|(?:[A-Za-z0-9+/=\s]|\\[nr])*)"
@@ -53,28 +53,28 @@ _HEADER = re.compile(
     r"|bearer\s+(?=[\w.~+/-]*\d)"
     r"|(?:x-[\w-]*(?:token|key)|private-token)\s*:\s*))(?P<value>[\w.~+/=-]{8,})"
 )
-# A shell word, partly quoted. Lists and brackets after it belong to it: a password may contain a comma.
+# A word of a shell, parts of which may be quoted. Commas and brackets belong to it, because a password may have them.
 _WORD = r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s'\"&;|])+"
-# Patterns of names before a value: a variable or override, an option, a field of a dictionary.
+# Names before a value: a variable or override, an option, a field of a dictionary.
 _ASSIGNED = re.compile(r"(?<![\w.$/-])(?P<name>[A-Za-z_][\w.-]*)=")
 _OPTION = re.compile(r"(?<![\w-])--(?P<name>[a-zA-Z][\w-]*)(=|\s+(?!-))")
 _FIELD = re.compile(r"(?P<quote>['\"])(?P<name>[\w.-]+)(?P=quote)\s*:\s*(?=['\"])")
 _VALUE = re.compile(_WORD)
 _TEXT = re.compile(r"(?P<edge>['\"])(?:(?!(?P=edge)).)+(?P=edge)")
 _SSHPASS = re.compile(rf"(?P<before>\bsshpass\s+-p\s*)(?P<value>{_WORD})")
-# Shorter values of secret variables are not masked in texts, because they may be words that occur everywhere.
+# Shorter values of secret variables are not masked in texts, because they may be common words.
 _MIN_LENGTH = 6
-# Placeholders that are not secrets: a variable reference, `<...>`, none/true/false, an empty value.
+# Values that are not secrets: a reference to a variable, `<...>`, none/true/false, an empty value.
 _NO_VALUE = re.compile(r"(?is)\"?\$.*|[\"']?(<[^>]*>|none|null|true|false|[^a-z0-9]*)[\"')\]},.]*")
 _NUMBER = re.compile(r"[\"']?-?[\d.,]+[\"')\]},.]*")
-# A bare `token` in lower case may be code or a list; it is a secret only if a prefix says whose token it is.
+# A bare `token` in lower case may be code or a list. It is a secret only after a prefix that says whose token it is.
 _ANY_TOKEN = re.compile(r"(^|[_.-])tokens?$")
 _WHOSE_TOKEN = re.compile(r"(^|[_.-])(access|auth|api|bearer|refresh|session|hf|wandb|github|gitlab|gh|slack)_?token$")
 
 
 @lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Return whether a variable, key or option of this name holds a secret, such as `HF_TOKEN`."""
+    """Return whether a variable, key or option with this name holds a secret; `HF_TOKEN` does."""
     spelt = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     if _HARMLESS_NAME.search(spelt):
         return False
@@ -84,8 +84,8 @@ def is_secret_name(name: str) -> bool:
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Mask secrets in a text.
 
-    Secrets are logins in URLs, tokens of well-known formats, values that are assigned to secret names, and values of
-    environment variables with secret names.
+    Secrets are logins in URLs, tokens in well-known formats, values that are assigned to names of secrets, and values
+    of environment variables with such names.
 
     Args:
         text: text to be stored.
@@ -93,7 +93,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     variables = os.environ if environment is None else environment
     secrets = {value for name, value in variables.items() if len(value) >= _MIN_LENGTH and _is_secret(name, value)}
-    for value in sorted(secrets, key=len, reverse=True):  # longest first, because one secret may begin with another
+    for value in sorted(secrets, key=len, reverse=True):  # longest first, because one secret may contain another
         text = text.replace(value, MASK)
     text = _PRIVATE_KEY.sub(MASK, text)
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)
@@ -107,13 +107,13 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def redact_override(word: str) -> str:
-    """Redact one override, such as `hydra.launcher.setup=[...]`; if its key is a secret name, mask the whole value."""
+    """Redact an override, such as `hydra.launcher.setup=[...]`. If its key names a secret, mask the whole value."""
     key, separator, value = word.partition("=")
     return f"{key}={MASK}" if separator and value and is_secret_name(key.lstrip("+-~")) else redact(word)
 
 
 def redact_config(value: Any, key: str = "") -> Any:
-    """Return a configuration with every text redacted, and texts under secret names masked entirely."""
+    """Return a configuration with all texts redacted. Texts whose key names a secret are masked completely."""
     if isinstance(value, Mapping):
         return {name: redact_config(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -124,7 +124,7 @@ def redact_config(value: Any, key: str = "") -> Any:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Return whether a variable's value is a secret. Existing paths are not, and in `*_KEY` plain words are not."""
+    """Return whether a variable's value is a secret. Existing paths are not, nor plain words in `*_KEY`."""
     if not is_secret_name(name):
         return False
     if value.startswith(("/", "~")) and _is_there(value):
@@ -133,7 +133,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _is_there(path: str) -> bool:
-    """Return whether the path exists; False if that cannot be checked, since a secret may look like a path."""
+    """Return whether the path exists; False if that cannot be checked, because a secret may look like a path."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
@@ -141,13 +141,13 @@ def _is_there(path: str) -> bool:
 
 
 def _without_given(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:
-    """Mask the values that follow a secret name; `names` finds the name, `values` the value right after it."""
+    """Mask the values after names of secrets. `names` matches a name, and `values` the value right after it."""
     parts: list[str] = []
     at = 0
     for match in names.finditer(text):
         name = match["name"]
         if match.start() < at or not is_secret_name(name):
-            continue  # inside a masked value, or not a secret
+            continue  # inside a value that is already masked, or not a secret
         if names is _ASSIGNED and _ANY_TOKEN.search(name) and not _WHOSE_TOKEN.search(name):
             continue
         value = values.match(text, match.end())

@@ -1,20 +1,20 @@
-"""Races for any training loop: report evaluations to a study's folder, and find out when a run should stop.
+"""Races for any training loop: report evaluations to a study's folder, and learn when a run should stop.
 
     from sweeps.stopping import should_stop
 
     if should_stop("outputs/mine", recipe="grpo", seed=0, step=step, reward=reward, compute=tokens, budget=2e9):
         break
 
-Each run writes its own journal (`runs/<identity>/metrics.jsonl`) and reads those of all others: members of a launched
-study, adopted runs, other loops, on any machine that sees the folder. At fixed points of compute it takes a "look": it
-forecasts all recipes at the budget and decides, with the posterior and the rules of a live race (`sweeps.decide.race`).
-Looks are stored in `race.jsonl` next to the journal. `race_callback` does the same for transformers' Trainer and TRL's
-trainers. Neither function itself needs torch.
+Each run writes its own journal (`runs/<identity>/metrics.jsonl`), and reads those of all others: of members of a
+launched study, adopted runs, and other loops, on any machine that sees the folder. At fixed points of compute it takes
+a "look": it forecasts all recipes at the budget and decides, with the posterior and the rules of a live race
+(`sweeps.decide.race`). Looks are stored in `race.jsonl` next to the journal. `race_callback` does the same for the
+Trainer of transformers and the trainers of TRL. This module needs no torch.
 
-The first call raises errors that exist from the beginning (a budget out of range, rules that differ from earlier ones,
-a run of another process). Later errors never reach the loop: each is logged once as a warning, data that could not be
-written are written at the next call, and the answer is None (continue). A call waits for its answer for `wait_s` at
-most; if the answer takes longer, a later call returns it.
+The first call raises errors that exist from the beginning: a budget out of range, rules that differ from earlier ones,
+a run of another process. Later errors never reach the loop: each is logged once as a warning, data that could not be
+written are written at the next call, and the answer is None (continue). A call waits at most `wait_s` for its answer.
+If the answer takes longer, a later call returns it.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ from sweeps.source.journals import compared_by
 log = logging.getLogger(__name__)
 
 WAIT_S = 10.0
-_LAST_S = 60.0  # seconds for pending writes when a run ends
-# Compute axis of a loop that does not give one.
+_LAST_S = 60.0  # seconds to wait for pending writes when a run ends
+# Name of the compute axis if a loop gives compute without naming its axis.
 SPENT = "compute/spent"
 
 
 class RacingRun:
-    """One run of a user's loop in a study's folder: its journal, and the looks of its race.
+    """One run of a user's training loop in a study's folder. It writes the journal, and decides when to stop.
 
-    A run is written by one process. With several ranks, call it on one of them and broadcast its answer.
+    Only one process may use it. With several ranks, use it on one of them, and broadcast its answer.
 
     Args:
         study: the study's folder, new or existing.
-        recipe, seed: label of the recipe, shared by its seeds, and the seed.
+        recipe, seed: label of the recipe (the same for all its seeds), and the seed.
         budget: compute of one run at which the best recipe is wanted; None for the budget of the study's own race.
-        p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`; only with a budget.
-        axis: compute axis as a journal names it (`compute/tokens`). None for the study's axis, or steps if no compute
-            is given.
-        members: number of runs that must exist before a look is taken, because a look judges only existing runs.
+        p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`; ignored without a budget.
+        axis: compute axis by its name in journals, such as `compute/tokens`. None for the study's axis; in a new study
+            that is steps if no compute is given.
+        members: number of runs that must exist before a look is taken, because a look judges only runs that exist.
         wait_s: seconds that one call waits for its answer.
 
     Raises:
-        UserError: a value out of range, a study that is compared by another axis, rules that differ from this run's
-            earlier ones, or a member of this label and seed that another process writes.
+        UserError: a value is out of range, the study is compared by another axis, the rules differ from earlier ones of
+            this run, or another process writes a member with this label and seed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RacingRun:
         for other in find_runs(self.study):
             header = header_of(other)
             if "adopted" in header and (view := journal_or_none(other)) is not None:
-                header = view.header  # a launch may have given it another label
+                header = view.header  # a launch may have changed the label
             if header.get("recipe") != self.recipe or other.resolve() == self.run_dir:
                 continue
             curve = str(header.get("curve", curve))
@@ -126,14 +126,15 @@ class RacingRun:
         self._reached = (-1, 0.0)  # step and compute of the newest evaluation
 
     def _compared(self, axis: str | None) -> tuple[str | None, str]:
-        """Return the axis and reward by which the study's runs are compared; the axis is None while it is unknown."""
+        """Return the axis and the reward by which the study's runs are compared; the axis is None while unknown."""
         for other in find_runs(self.study):
             view = journal_or_none(other)
             if view is not None and view.of_kind("eval"):
                 theirs, metric = compared_by([view])
                 if axis not in (None, theirs):
                     raise UserError(f"axis: {axis}, and the runs in {self.study} are compared by {theirs}; count alike")
-                # Runs of one axis are compared only if they measure it in the same way, so take over the description.
+                # Runs of one axis are compared only if their descriptions of it are equal, so take over the
+                # description.
                 self._measured = view.header.get("compute_is") if view.header.get("axis") == theirs else None
                 return theirs, metric
         return axis, METRIC
@@ -141,12 +142,12 @@ class RacingRun:
     def should_stop(
         self, step: int, reward: float, compute: float | None = None, reward_se: float | None = None
     ) -> str | None:
-        """Record an evaluation; return why the run is to be stopped, or None to continue.
+        """Record an evaluation. Return why the run should stop, or None to continue.
 
         Args:
-            step: optimizer steps so far.
+            step: number of optimizer steps so far.
             reward: reward on held-out prompts at this step.
-            compute: compute spent so far, cumulative over resumes; None to count steps.
+            compute: compute spent so far, also before a resume; None to count steps.
             reward_se: standard error of the reward, if known.
         """
         if self.axis is None:
@@ -157,7 +158,7 @@ class RacingRun:
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
             bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MAX_INTEGER)
-        except (TypeError, ValueError, OverflowError):  # an error here must not end the training
+        except (TypeError, ValueError, OverflowError):  # must not end the training
             bad, spent = True, math.nan
         if bad:
             self.warn(f"step {step}: reward {reward} at compute {compute} is not valid, and was not recorded")
@@ -168,8 +169,8 @@ class RacingRun:
         return self._answer(self._wait_s)
 
     def end(self, status: str = "finished", reason: str | None = None) -> None:
-        """Record the end of the run, so that no look waits for it; `status` is `finished` or `failed`."""
-        if self._why is None:  # else the end was recorded with its reason
+        """Record the end of the run (`finished` or `failed`), so that no look waits for it."""
+        if self._why is None:  # otherwise the race has stopped the run, and its end is recorded
             self._ending = status, reason
             self._answer(_LAST_S)
         if self._thread is not None:
@@ -182,7 +183,7 @@ class RacingRun:
     # --- background thread -----------------------------------------------------------------------------------------
 
     def _answer(self, wait_s: float) -> str | None:
-        if self._thread is None or not self._thread.is_alive():  # dead after a fork
+        if self._thread is None or not self._thread.is_alive():  # a thread does not survive a fork
             self._thread = threading.Thread(
                 target=self._work, args=(self._calls,), daemon=True, name=f"race {self.run}"
             )
@@ -194,22 +195,22 @@ class RacingRun:
         return self._why
 
     def _work(self, calls: queue.SimpleQueue[threading.Event | None]) -> None:
-        """Answer calls in their order: write pending records, then let the race decide whether this run stops."""
+        """Answer calls in order: write pending records, then let the race decide whether this run stops."""
         while (answered := calls.get()) is not None:
             try:
                 self._write()
                 self._why = self._why or self._look()
-            except Exception as error:  # an error here must not end the training
+            except Exception as error:  # must not end the training
                 self.warn(f"failed; the next call will try again ({type(error).__name__}: {error})")
             answered.set()
 
     def _write(self) -> None:
-        """Append pending records to the journal; they are on the disk when this returns."""
+        """Append pending records to the journal, and wait until they are on the disk."""
         pending, ending = list(self._pending), self._ending
         if not pending and ending is None:
             return
         if not self._holds:
-            # Wait this long because some file systems have no locks: there only silence shows that a holder is dead.
+            # On a file system without locks, a holder counts as dead only after it has been silent for this long.
             self._lease.acquire(EXPIRY_S + BEAT_S)
             self._holds = True
         self._lease.check()
@@ -223,7 +224,7 @@ class RacingRun:
                 view = JournalView(journal.path, {})
             last = max((record.step for record in view.records), default=-1)
             if pending and (pending[0][0] <= last or view.status != "running"):
-                # The loop resumed from a checkpoint: records after it are void and are written again.
+                # The loop has resumed from a checkpoint. Records after it are void, because their steps are repeated.
                 last = max((r.step for r in view.records if r.step < pending[0][0]), default=-1)
                 journal.resume(last)
             for step, spent, metrics in pending:
@@ -239,7 +240,7 @@ class RacingRun:
         self._ending = None if self._ending == ending else self._ending
 
     def _has_decreased(self, view: JournalView, step: int, spent: float) -> bool:
-        """Return whether compute is less than at an earlier step, as after a restart of its counter; if so, warn."""
+        """Return whether compute is less than at an earlier step, and warn if so: its counter may have restarted."""
         before = [(r.step, r.metrics.get(self.axis or "", 0.0)) for r in view.records if r.step < step]
         at, reached = max([*before, *([self._reached] if self._reached[0] < step else [])], default=(-1, 0.0))
         if spent < reached:
@@ -254,7 +255,7 @@ class RacingRun:
         return {**known, "axis": self.axis, "compute_is": self._measured or self.axis, "loop": True}
 
     def _look(self) -> str | None:
-        """Take the looks that are due. If they stop this run, record its end and return the reason; otherwise None."""
+        """Take the looks that are due. If they stop this run, record its end and return the reason, else None."""
         began = time.monotonic()
         why = self._looks.take()
         if (took := time.monotonic() - began) > self._wait_s:
@@ -267,7 +268,7 @@ class RacingRun:
 
 
 def _rules_of(study: Path) -> Rules:
-    """Return the rules of a study's own race.
+    """Return the rules of the study's own race.
 
     Raises:
         UserError: the study has no race with a known budget.
@@ -294,12 +295,12 @@ def should_stop(
     reward_se: float | None = None,
     **settings: Any,
 ) -> str | None:
-    """Record an evaluation of a run in a study's folder; return why the run is to be stopped, or None to continue.
+    """Record an evaluation of a run in a study's folder. Return why the run should stop, or None to continue.
 
     Args:
         study, recipe, seed: see `RacingRun`.
         step, reward, compute, reward_se: see `RacingRun.should_stop`.
-        settings: `budget` and other arguments of `RacingRun`, used by the first call for a run.
+        settings: `budget` and other arguments of `RacingRun`. Only the first call for a run uses them.
 
     Raises:
         UserError: at the first call for a run, see `RacingRun`.
@@ -311,7 +312,7 @@ def should_stop(
 
 
 def finished(study: str | Path, recipe: str, seed: int, status: str = "finished", reason: str | None = None) -> None:
-    """Record that a run has ended, so that no look waits for it; ignore a run without evaluations."""
+    """Record that a run has ended, so that no look waits for it. A run without evaluations is ignored."""
     run = _RUNS.pop((Path(study).resolve(), str(recipe), int(seed)), None)
     if run is not None:
         run.end(status, reason)
@@ -319,12 +320,12 @@ def finished(study: str | Path, recipe: str, seed: int, status: str = "finished"
 
 # --- transformers ----------------------------------------------------------------------------------------------
 
-# Axis in the journal, for each kind of compute that the callback can count.
+# Axis in the journal, by the kind of compute that the callback counts.
 COUNTED = {"tokens": TOKENS, "flops": FLOPS, "steps": STEPS, "device_hours": DEVICE_HOURS}
 
 
 class _RaceEvents:
-    """Events of transformers' Trainer at which a run reports and may be stopped; see `race_callback`."""
+    """Hooks of transformers' Trainer in which a run reports and may be stopped; see `race_callback`."""
 
     def __init__(self, run: Mapping[str, Any], metric: str, compute: str) -> None:
         self._about, self._metric, self._compute = dict(run), metric, compute
@@ -343,7 +344,7 @@ class _RaceEvents:
             self._hours = before[-1].metrics.get(DEVICE_HOURS, 0.0) if before else 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Report a logged reward, and ask whether to stop; rank 0 broadcasts the answer to all ranks."""
+        """Report a logged reward, and ask whether to stop. Rank 0 broadcasts the answer to all ranks."""
         logs = logs or {}
         self._tokens = next(
             (float(logs[key]) for key in ("eval_num_tokens", "num_tokens") if key in logs), self._tokens
@@ -378,7 +379,7 @@ class _RaceEvents:
         return counted or None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Repeat the answer, because other callbacks of the Trainer may have reset it."""
+        """Repeat the answer, because another callback of the Trainer may have reset it."""
         if self._why is not None:
             control.should_training_stop = True
 
@@ -397,14 +398,16 @@ def race_callback(
     compute: str = "tokens",
     **settings: Any,
 ) -> Any:
-    """Make a callback for transformers' Trainer, and so for TRL's trainers, that stops a run unlikely to be the best.
+    """Make a callback that stops a run unlikely to be the best, for transformers' Trainer and trainers based on it
+    (TRL).
 
-    The Trainer's rank 0 reports and asks, and the other ranks get its answer. A stopped run is saved.
+    Rank 0 reports and asks; the other ranks get its answer. A run that is stopped is saved.
 
     Args:
         study, recipe, seed, budget: see `RacingRun`.
-        metric: name of the logged reward: `eval_reward` in TRL, or any other.
-        compute: `tokens` (TRL's `num_tokens`, else the Trainer's count), `flops`, `steps` or `device_hours`.
+        metric: name of the logged reward, such as TRL's `eval_reward`.
+        compute: what is counted: `tokens` (TRL's `num_tokens`, else the Trainer's count), `flops`, `steps` or
+            `device_hours`.
         settings: other arguments of `RacingRun`.
 
     Raises:

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-# Seconds between two lines without a terminal: enough for a log file that is read afterwards.
+# Seconds between two lines without a terminal, which usually go to a log file.
 EVERY_S = 30.0
 
-_BUFFER_BYTES = 1 << 16  # limit of text that is buffered until the reader continues
+_BUFFER_BYTES = 1 << 16  # largest amount of text that is kept while the reader is slow
 
 
 def open_streams() -> None:
-    """Make standard output and standard error writable, however the process was started.
+    """Make standard output and standard error usable, however the process was started.
 
-    If a stream is closed (`>&-`), Python sets it to None, and the next file that is opened would get its descriptor and
-    the output of child processes. Such a stream is replaced by one that discards its output. Characters that the
-    stream's encoding lacks, such as half of a surrogate pair in a file name, are written as escapes.
+    For a closed stream (`>&-`), Python sets None, and the next file to be opened would get its descriptor, and with it
+    the output of child processes. Such a stream is replaced by one that discards everything. Characters that a stream's
+    encoding lacks, such as half of a surrogate pair in a file name, are written as escapes.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -45,13 +45,12 @@ def open_streams() -> None:
 
 
 class NeverBlocking:
-    """Non-blocking writer to a stream whose reader may be slow or gone.
+    """Writer to a stream whose reader may be slow or gone. It never blocks.
 
-    Text that does not fit into a pipe is buffered until the next write, up to the newest `_BUFFER_BYTES`; older text is
-    dropped.
+    Text that does not fit into a pipe is kept until the next write: the newest `_BUFFER_BYTES` of it.
 
     Args:
-        stream: text stream; if it has no file descriptor, it is written to directly.
+        stream: text stream. If it has no file descriptor, it is written to directly.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -64,30 +63,30 @@ class NeverBlocking:
             self._poll.register(self._descriptor, select.POLLOUT)
 
     def write(self, text: str) -> None:
-        """Write as much as fits into the pipe; buffer the rest, and drop its oldest lines beyond the limit."""
+        """Write as much as fits into the pipe. Keep the rest; beyond the limit, drop its oldest lines."""
         if self._poll is None:
             self._stream.write(text)
             return
         self._buffer += text.encode(errors="replace")
         if len(self._buffer) > _BUFFER_BYTES:
             _, _, self._buffer = self._buffer[-_BUFFER_BYTES:].partition(b"\n")
-        # A pipe that polls as writable takes up to PIPE_BUF bytes atomically, without blocking.
+        # A pipe that is reported as writable takes up to PIPE_BUF bytes without blocking.
         while self._buffer and any(event & select.POLLOUT for _, event in self._poll.poll(0)):
             self._buffer = self._buffer[os.write(self._descriptor, self._buffer[: select.PIPE_BUF]) :]
 
 
 class Bar:
-    """Progress bar: steps done of the total, a status text, and the estimated time left.
+    """Progress bar: steps done and in total, a status text, and the estimated time left.
 
-    The first step does not count for the estimate, because it includes loading and compiling.
+    The first step does not count in the estimate, because it includes loading and compiling.
 
     Args:
         what: description of the work, such as "training".
         total: total number of steps.
-        done: steps done before this process, which do not count for its speed.
+        done: steps done before this process. They do not count in its speed.
         stream: output stream; stderr by default, so that piped stdout contains only data.
         every_s: seconds between lines without a terminal.
-        clock: monotonic seconds, replaceable in tests.
+        clock: returns monotonic seconds; tests replace it.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Bar:
         every_s: float = EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Imported late: most commands show no progress.
+        # Imported here, because most commands show no progress.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column as Share
@@ -126,7 +125,7 @@ class Bar:
         self._write()
 
     def update(self, done: int, *parts: str) -> None:
-        """Show the number of steps done so far, and parts of a status text, the most important first.
+        """Show the number of steps done so far, and parts of a status text, the most important part first.
 
         Without parts, the last status text stays. On a narrow terminal the end of the text is cut off.
         """
@@ -136,14 +135,13 @@ class Bar:
             self._write()
 
     def close(self) -> None:
-        """Stop the bar and leave its last state on screen; without a terminal, print it if there was progress."""
+        """Stop the bar, whose last state stays on screen. Without a terminal, print it if there was progress."""
         if not self._progress.disable:
             self._progress.stop()
         elif self._task.completed != self._begun_at:
             self._write()
 
     def _write(self) -> None:
-        """Write a progress line if there is no terminal."""
         self._written_s = self._clock()
         if not self._progress.disable:
             return
@@ -183,7 +181,7 @@ def duration(seconds: float) -> str:
 
 
 def on_screen(stream: TextIO) -> bool:
-    """Return whether lines on a stream can be redrawn: it is a terminal, and TERM is not dumb."""
+    """Return whether lines on a stream can be redrawn: it is a terminal, and TERM is not `dumb`."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
@@ -193,12 +191,12 @@ def one_line(text: str) -> str:
 
 
 def sparkline(values: Sequence[float], low: float, high: float, width: int) -> str:
-    """Draw a curve with at most `width` characters, including its first and last value, on a scale from low to high.
+    """Draw a curve with at most `width` characters, on a scale from low to high, from its first to its last value.
 
     Args:
         values: values in order.
-        low, high: ends of the scale, shared by curves to be compared.
-        width: maximum number of characters; fewer values take one each.
+        low, high: ends of the scale; the same for curves that are compared.
+        width: largest number of characters. Fewer values take one each.
     """
     count = min(width, len(values))
     kept = [values[at * (len(values) - 1) // max(1, count - 1)] for at in range(count)]
@@ -212,8 +210,8 @@ class Column:
 
     Attributes:
         name: its header.
-        least: minimum width of the terminal, in characters, for the column to be shown.
-        soft: whether cells may be cut off to make room for other columns.
+        least: the column is shown only if the terminal has at least this many characters.
+        soft: whether its cells may be cut off to make room for other columns.
         right: whether cells are aligned to the right.
     """
 
@@ -223,12 +221,12 @@ class Column:
     right: bool = False
 
 
-# A cell of a table: its text, its text and style, or a rich renderable.
+# A cell of a table: a text, a text with its style, or anything that rich can render.
 Cell: TypeAlias = "str | tuple[str, str] | RenderableType"
 
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Table:
-    """Make a table for a terminal of `width` cells, one line per row; empty columns are left out."""
+    """Make a table for a terminal of `width` characters, one line per row. Empty columns are left out."""
     from rich.table import Table
     from rich.text import Text
 

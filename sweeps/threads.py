@@ -6,10 +6,10 @@ import os
 
 
 def multiply_on_one_thread() -> None:
-    """Let NumPy multiply matrices on one thread, unless the environment sets a number. Call before NumPy's import.
+    """Let NumPy multiply matrices on one thread, unless the environment sets a number. Call this before NumPy's import.
 
-    A fit's matrices are small: on a busy machine several threads take six times as long as one, because they wait for
-    each other. With one thread, the last digits of a product also do not depend on the machine's number of cores.
+    A fit's matrices are small. On a busy machine several threads take six times as long as one, because they wait for
+    each other. With one thread, moreover, the last digits of a product do not depend on the number of cores.
     """
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")

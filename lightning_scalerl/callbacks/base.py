@@ -1,4 +1,4 @@
-"""Base class of callbacks that receive a run's records, and a filter that drops Lightning's tips from the log."""
+"""Base class of callbacks that get a run's records, and a filter that removes Lightning's tips from the log."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning.pytorch import Callback
 
 
 class Recorder(Callback):
-    """Callback that receives every record of a run, on rank 0 only."""
+    """Callback that gets every record of a run, on rank 0 only."""
 
     @abstractmethod
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Receive one record; `kind` is "train" or "eval", `step` is the number of completed optimizer steps."""
+        """Handle one record. `kind` is "train" or "eval", `step` the number of completed optimizer steps."""
 
 
 def without_tips() -> None:
-    """Filter Lightning's advice to install litlogger and litmodels out of its log, from now on.
+    """Remove Lightning's advice to install litlogger and litmodels from its log, from now on.
 
-    A Trainer logs the first tip in its constructor, possibly before the module is constructed. So the constructors of
-    our callbacks, which come before the Trainer's, call this function as well.
+    A Trainer logs the first tip in its constructor, perhaps before our module exists. So our callbacks, which are
+    constructed before the Trainer, call this function too.
     """
-    # `lightning` and `pytorch_lightning` log through one logger, that of the package imported last: filter both.
+    # `lightning` and `pytorch_lightning` share one logger, that of the package imported last, so filter both.
     for package in ("lightning.pytorch", "pytorch_lightning"):
         logging.getLogger(f"{package}.utilities.rank_zero").addFilter(is_no_tip)
 

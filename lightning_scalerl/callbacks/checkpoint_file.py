@@ -1,4 +1,4 @@
-"""Checkpoint files, which are written without a second copy in memory and fully checked before they are used.
+"""Checkpoint files. They are written without a second copy in memory, and checked completely before they are used.
 
 The checkpoint of a sharded run is a folder of such files (`distributed.checkpoint_folder`).
 """
@@ -21,17 +21,17 @@ from lightning_scalerl.distributed.checkpoint_folder import META, checksums, fin
 from lightning_scalerl.distributed.sharded import ShardedStrategy
 from sweeps.run.activity import activity
 
-# Key in a checkpoint, next to Lightning's keys, for the identity of its run.
+# Key in a checkpoint, besides Lightning's keys, with the identity of its run.
 IDENTITY = "scalerl_run"
-# Bytes to write between two synchronisations to the disk, and bytes to read at a time.
+# Number of bytes to write before they are synced to the disk, and number of bytes to read at a time.
 SYNC_BYTES = 1 << 30
 READ_BYTES = 1 << 22
 
 
 class DirectCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint directly into its file, and returns when the file is on the disk.
+    """Writer of a checkpoint directly into its file. It returns when the file is on the disk.
 
-    Lightning's own class first builds the whole file in memory and then in the node's temporary folder. For a model of
+    Lightning's own class first builds the whole file in memory, and then in the node's temporary folder. For a model of
     8B parameters with its optimizer, each of these copies takes 100 GB, which a node may not have.
     """
 
@@ -44,8 +44,8 @@ class DirectCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with checksums(), target.open("xb") as handle:
-            # No second copy is made: torch passes views of the tensors' memory to the file. Tensors on a GPU are copied
-            # to the host one at a time.
+            # torch passes views of the tensors' memory to the file, so there is no second copy. Tensors on a GPU are
+            # copied to the host one at a time.
             file = _File(handle)
             torch.save(checkpoint, cast("BinaryIO", file))
             if file.failure is not None:
@@ -54,10 +54,10 @@ class DirectCheckpointIO(TorchCheckpointIO):
 
 
 class _File:
-    """File for torch's writer that keeps the first error: torch would raise another error, which hides a full disk.
+    """File for torch's writer. It keeps the first error, because torch would raise another that hides a full disk.
 
-    Data is synchronised to the disk in pieces of `SYNC_BYTES` bytes. A single synchronisation at the end would fill the
-    node's page cache, and it would take so long on a slow file server that the run seems to hang.
+    Data are synced to the disk after every `SYNC_BYTES` bytes. One sync at the end would fill the node's page cache,
+    and on a slow file server would take so long that the run seems to hang.
     """
 
     def __init__(self, handle: BinaryIO) -> None:
@@ -66,7 +66,7 @@ class _File:
         self.failure: OSError | None = None
 
     def write(self, content: memoryview) -> int:
-        """Write like a file; after the first error, discard everything."""
+        """Write like a file. After the first error, discard everything."""
         if self.failure is None:
             try:
                 self._handle.write(content)
@@ -79,7 +79,7 @@ class _File:
         return content.nbytes
 
     def flush(self) -> None:
-        """Do nothing when torch flushes; `to_disk` runs after every `SYNC_BYTES` bytes."""
+        """Do nothing. `to_disk` runs after every `SYNC_BYTES` bytes instead."""
 
     def to_disk(self) -> None:
         """Wait until everything written is on the disk."""
@@ -102,7 +102,7 @@ def written_directly(trainer: Trainer) -> Iterator[None]:
 
 
 class EitherCheckpointIO(CheckpointIO):
-    """Reads checkpoint files and folders of shards; writes with the Trainer's own `CheckpointIO`.
+    """Reader of checkpoint files and of folders of shards. It writes with the Trainer's own `CheckpointIO`.
 
     Args:
         own_io: the Trainer's own `CheckpointIO`.
@@ -116,7 +116,7 @@ class EitherCheckpointIO(CheckpointIO):
         self._own_io.save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint file or folder; the tensors of a folder are assembled on the host."""
+        """Read a checkpoint file or folder. The tensors of a folder are put together on the host."""
         if is_folder(path):
             from lightning_scalerl.distributed.shard_files import read_whole
 
@@ -134,16 +134,16 @@ class EitherCheckpointIO(CheckpointIO):
 
 
 def read_either(trainer: Trainer) -> None:
-    """Let a Trainer whose strategy reads only files also resume from folders of shards. Called for every fit."""
+    """Let a Trainer whose strategy reads only files also resume from a folder of shards. Called for every fit."""
     strategy = trainer.strategy
     if not isinstance(strategy, ShardedStrategy) and not isinstance(strategy.checkpoint_io, EitherCheckpointIO):
         strategy.checkpoint_io = EitherCheckpointIO(strategy.checkpoint_io)
 
 
 def damage(path: Path) -> str | None:
-    """Return a one-line description of the damage to a checkpoint, or None if every record matches its checksum.
+    """Describe the damage to a checkpoint in one line; None if every record matches its checksum.
 
-    torch stores a checksum for each tensor and never checks it on loading. This reads the whole file once.
+    torch stores a checksum for each tensor, but does not check it on loading. This reads the whole checkpoint once.
 
     Raises:
         OSError: the file cannot be read.
@@ -152,14 +152,14 @@ def damage(path: Path) -> str | None:
         if not (path / META).is_file():
             return f"a folder without {META}"
         return damage(path / META) or find_damaged_part(path, _damage)
-    # Opening a FIFO would wait forever for a writer.
+    # A FIFO must not be opened, because that would wait for a writer for ever.
     if not stat.S_ISREG(path.stat().st_mode):
         return "no regular file"
     return _damage(path)
 
 
 def _damage(file: Path | BinaryIO) -> str | None:
-    """Return a one-line description of the damage to one file of torch's zip format, or None."""
+    """Describe the damage to one file in torch's zip format in one line, or return None."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
@@ -171,15 +171,15 @@ def _damage(file: Path | BinaryIO) -> str | None:
     if bad_record is not None:
         return f"damaged: the checksum of {bad_record} does not match"
     # The zip directory has no checksum. But its entries differ only in name, offset, size and checksum, so a flipped
-    # bit in any other field shows as an additional difference. Without this check, a bit that marks an entry as a
-    # folder would make torch read nothing, without an error.
+    # bit in any other field shows as a further difference. Without this check, a bit that marks an entry as a folder
+    # would make torch read nothing, without an error.
     if any(record.file_size != record.compress_size for record in records) or len({*map(_header_facts, records)}) > 1:
         return "damaged: the entries of its directory do not match"
     return None
 
 
 def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
-    """Check one record's checksum like `ZipFile.testzip`, but with heartbeats, since this may take minutes."""
+    """Check the checksum of one record like `ZipFile.testzip`, but record activity, since it may take minutes."""
     try:
         with archive.open(record) as content:
             while content.read(READ_BYTES):
@@ -190,7 +190,7 @@ def _is_sound(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> bool:
 
 
 def _header_facts(record: zipfile.ZipInfo) -> tuple[Any, ...]:
-    """Return the fields of a directory entry that have the same value in all entries of a file written by torch."""
+    """Return the fields of a directory entry that are equal in all entries of a file written by torch."""
     versions = (record.create_system, record.create_version, record.extract_version, record.reserved, record.date_time)
-    flags = record.flag_bits | 8  # ignore bit 3 (sizes after the data), which is unset for empty tensors only
+    flags = record.flag_bits | 8  # ignore bit 3 (sizes after the data), which only empty tensors leave unset
     return (*versions, flags, record.compress_type, record.internal_attr, record.external_attr, record.volume)

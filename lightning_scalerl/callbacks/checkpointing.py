@@ -1,4 +1,4 @@
-"""Checkpoints from which a run resumes bit for bit. An incomplete file is never mistaken for a complete one."""
+"""Checkpoints from which a run resumes bit for bit. An incomplete file is never taken for a complete one."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ UNRECORDED = ".unrecorded"
 
 
 class ResumableCheckpoint(Checkpoint):
-    """Saves the whole run every n optimizer steps, on a request to stop, and at the end; keeps the newest two.
+    """Saves the whole run every n optimizer steps, when asked to stop, and at the end. Keeps the newest two
+    checkpoints.
 
-    Besides these two checkpoints the directory may contain:
+    The directory may also contain:
 
-    - `.part` files, left by a process that was killed while saving, until the next save;
-    - `.void` checkpoints, which could not be used on resuming, until the next save;
-    - `.unrecorded` checkpoints, whose records come after a broken line of the journal; these are never deleted.
+    - `.part` files, left by a process that was killed while it saved; the next save deletes them;
+    - `.void` checkpoints, which could not be used on resuming; the next save deletes them;
+    - `.unrecorded` checkpoints, whose records come after a broken line of the journal; they are never deleted.
 
     Lightning calls a `Checkpoint` after all other callbacks, so a step's records are written before the checkpoint that
-    covers them. With several ranks, rank 0 writes. If the model is sharded, the checkpoint is a folder and each rank
+    covers them. With several ranks, rank 0 writes. The checkpoint of a sharded model is a folder, in which each rank
     writes its own part.
 
-    This callback also handles requests to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning received) on any
+    This callback also obeys requests to stop (`sweeps.run.interruption`, or a SIGTERM that Lightning received) on any
     rank: after the current step is saved, `Trainer.fit` raises `RunInterruptedError` on all ranks. During generation,
     rank 0 saves at once, with the rollouts in flight. An evaluation is aborted, and repeated when the run resumes.
 
     Args:
         directory: folder of the checkpoints.
         every_n_steps: optimizer steps between checkpoints.
-        guard: called before a checkpoint gets its final name; raises if another process has taken over the run.
-        keep_steps: steps whose checkpoints are saved in any case and never deleted, for branches.
+        guard: called before a checkpoint gets its final name. It raises if another process has taken over the run.
+        keep_steps: steps at which a checkpoint is always saved and never deleted, so that runs can branch from it.
     """
 
     KEEP = 2
@@ -72,29 +73,30 @@ class ResumableCheckpoint(Checkpoint):
         self._guard = guard or (lambda: None)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Rename checkpoints newer than the current step; stop at once if a stop was requested before the start."""
+        """Rename checkpoints that are newer than the current step. If a stop is already requested, stop at once."""
         run = run_of(pl_module)
         run.ranks.share(lambda: self._set_aside(run.completed_steps))
         self._raise_if_stopped(run, run.ranks.agree(run.stop_reason))
 
     def _set_aside(self, step: int) -> None:
-        # Check the lease first, because another process may own the files by now.
+        # Check the lease first, because the files may belong to another process by now.
         if any(step_of(path) > step for path in checkpoints(self.directory)):
             self._guard()
             set_aside(self.directory, step)
 
     def _remove_partial_files(self) -> None:
-        """Delete the `.part` files of killed processes, which could fill the disk."""
+        """Delete `.part` files of killed processes, because they could fill the disk."""
         if unfinished := list(self.directory.glob("step-*.part")):
             self._guard()
         for path in unfinished:
             remove(path)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if a checkpoint is due; on a request to stop, save and stop (after the last step only save)."""
+        """Save if a checkpoint is due. If a stop is requested, save and stop (after the last step only save)."""
         run = run_of(pl_module)
         step = run.completed_steps
-        # If the evaluation after the last step was interrupted, the run must resume to repeat it.
+        # If the evaluation after the last step was interrupted, the run must be resumed to repeat it: it is not the
+        # last.
         last = step >= trainer.max_steps and not evaluation_due(trainer, step)
         reason = run.ranks.agree(run.stop_reason)
         due = step % self.every_n_steps == 0 or step in self.keep_steps
@@ -108,10 +110,10 @@ class ResumableCheckpoint(Checkpoint):
         self._save(trainer, run, run.completed_steps)
 
     def stop_between_steps(self, trainer: Trainer, run: Run) -> None:
-        """Save the run in the middle of a generation, between two optimizer steps, because a stop was requested.
+        """Save the run between two optimizer steps, in the middle of a generation, because a stop was requested.
 
         Raises:
-            RunInterruptedError: always, once the run is saved.
+            RunInterruptedError: always, after the run is saved.
         """
         reason = run.ranks.agree(run.stop_reason)
         self._save(trainer, run, run.completed_steps)
@@ -124,18 +126,18 @@ class ResumableCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, run: Run, step: int) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # Lightning's own checkpoint callback saves nothing either
+            return  # like Lightning's own checkpoint callback
         with run.meter.phase("checkpoint"):
-            # The name is unique, because a process that has lost the run's lease may still be writing a checkpoint.
+            # A unique name, because a process that has lost the run's lease may still be writing a checkpoint.
             unfinished = self.directory / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.part"
             failure: Exception | None = None
             run.ranks.share(self._remove_partial_files)
             try:
                 with written_directly(trainer):
-                    # `weights_only` is explicit, because Lightning logs a message each time if it is not given.
+                    # `weights_only` is given, because otherwise Lightning logs a message each time.
                     trainer.save_checkpoint(unfinished, weights_only=False)
             except Exception as error:
-                # The other ranks wait at Lightning's barrier after the write: join it, then share the error.
+                # The other ranks wait at Lightning's barrier after the write: go there too, then share the error.
                 failure = error
                 trainer.strategy.barrier("Trainer.save_checkpoint")
             first_failure = run.ranks.agree(None if failure is None else error_line(failure))
@@ -144,7 +146,7 @@ class ResumableCheckpoint(Checkpoint):
             run.ranks.share(lambda: self._publish(trainer, unfinished, step, failure))
 
     def _publish(self, trainer: Trainer, unfinished: Path, step: int, failure: Exception | None) -> None:
-        """Rename a written checkpoint to its final name, record it in the journal, and delete old ones."""
+        """Give a written checkpoint its final name, record it in the journal, and delete old ones."""
         try:
             if failure is not None:
                 raise failure
@@ -164,7 +166,7 @@ class ResumableCheckpoint(Checkpoint):
 
 
 def check_whole(path: Any) -> None:
-    """Refuse to load a file left by an interrupted save (`.part`), or an unusable checkpoint (`.void`).
+    """Refuse to load what an interrupted save has left (`.part`), or a checkpoint found unusable (`.void`).
 
     Args:
         path: path of the checkpoint to load; None if there is none.
@@ -179,10 +181,10 @@ def check_whole(path: Any) -> None:
 
 
 def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
-    """Add a suffix to the checkpoints after `step`, from which a run resumes, because it will repeat their steps.
+    """Add a suffix to the checkpoints after `step`, from which a run resumes, because the run will repeat their steps.
 
-    The suffix `VOID` is for unusable checkpoints, which are deleted after the next save. `UNRECORDED` is for intact
-    checkpoints whose records are lost: they are not deleted, because the records may be recovered.
+    `VOID` marks unusable checkpoints, which are deleted after the next save. `UNRECORDED` marks intact checkpoints
+    whose records are lost. They are not deleted, because the records may be recovered.
     """
     for path in checkpoints(directory):
         if step_of(path) > step:
@@ -191,7 +193,7 @@ def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
 
 @dataclass(frozen=True)
 class Newest:
-    """Newest usable checkpoint (None if there is none), and newer checkpoints that are unusable, with the reasons."""
+    """Newest usable checkpoint (None if there is none), and newer ones that are unusable, with the reasons."""
 
     path: Path | None
     passed_over: tuple[PassedOver, ...] = ()
@@ -203,21 +205,22 @@ def newest_checkpoint(
     at_most: int | None = None,
     shared: tuple[str, int] | None = None,
 ) -> Newest:
-    """Find the newest intact checkpoint of a run; report newer checkpoints that are skipped on stderr.
+    """Find the newest intact checkpoint of a run. Report newer ones that are skipped on stderr.
 
     The whole checkpoint is read once, and every record must match its checksum. If the parent folder has the run's
-    journal, the journal must record the checkpoint. Otherwise the run would continue after records that were lost.
+    journal, the journal must record the checkpoint; otherwise the run would continue from a step whose records were
+    lost.
 
     Args:
         directory: folder of the checkpoints.
-        run: identity of the run; checkpoints of another run are skipped. A checkpoint without an identity (from an
+        run: identity of the run; checkpoints of other runs are skipped. A checkpoint without an identity (from an
             earlier version or a script) is accepted.
-        at_most: the latest step that may be used; None for the step of the last checkpoint that the journal records, or
-            any step if there is no journal.
-        shared: in a branch, run and step of the parent's checkpoint, which is accepted as well.
+        at_most: latest step that may be used; None for the step of the last checkpoint in the journal, or for any step
+            if there is no journal.
+        shared: for a branch, run and step of the parent's checkpoint, which is accepted too.
 
     Raises:
-        OSError: the machine cannot read the file now, so the checkpoint may be intact and must not be skipped.
+        OSError: the machine cannot read the file at the moment. The checkpoint may be intact, and must not be skipped.
     """
     why_beyond = f"beyond step {at_most}"
     if at_most is None:
@@ -246,14 +249,14 @@ def newest_checkpoint(
 
 
 def unusable(path: Path, run: str | None = None) -> str | None:
-    """Return the reason why a checkpoint cannot be used, or None; the whole checkpoint is read.
+    """Return why a checkpoint cannot be used; None if it can. The whole checkpoint is read.
 
     Args:
         path: the checkpoint.
         run: identity of the run, as in `newest_checkpoint`.
 
     Raises:
-        OSError: the machine cannot read the file now, so the checkpoint may be intact.
+        OSError: the machine cannot read the file at the moment. The checkpoint may be intact.
     """
     try:
         reason = damage(path)

@@ -1,4 +1,4 @@
-"""Evaluation on fixed held-out prompts: n samples each, with the exact current weights and a separate seed."""
+"""Evaluation on fixed held-out prompts: n samples of each, with the current weights and a seed of its own."""
 
 from __future__ import annotations
 
@@ -30,40 +30,39 @@ from lightning_scalerl.task.beside import TaskWithEvaluationSets
 from lightning_scalerl.verify.verification import ErrorWatch, RewardError, Verifiers, submit_bundle
 from sweeps.run.passes import Passes, digest
 
-# Largest number of tokens, padding included, of one forward pass over known solutions.
+# Largest number of tokens, with padding, in one forward pass over known solutions.
 _MAX_SCORED_TOKENS = 8192
-# Used where neither a script nor a recipe sets a value.
+# Values that are used if neither the caller nor the recipe sets them.
 _DEFAULTS: Mapping[str, Any] = {"every_n_steps": 10, "samples": 4, "seed": 0, "prompts": None}
-# Default of `prompts`: take the recipe's value. It cannot be None, which means all prompts, and it is a string so that
-# LightningCLI can save it.
+# Default of `prompts`: use the recipe's value. None would mean all prompts. It is a string so that LightningCLI can
+# save it.
 _FROM_RECIPE: Literal["recipe"] = "recipe"
 
 
 class Evaluate(Callback):
-    """Pass rate on held-out prompts before the first step, every n steps, and after the last.
+    """Callback that measures the pass rate on held-out prompts: before step 1, every n steps, and after the last.
 
-    Each evaluation is a Lightning validation, so that EarlyStopping and ModelCheckpoint act after it. It records
+    Each evaluation is a Lightning validation, after which EarlyStopping and ModelCheckpoint act. It records
     `eval/<set>/pass_rate` with its standard error for this fixed set of prompts, pass rates by difficulty, and pass@k
-    and maj@k for k = 2, 4, 8, ... up to the samples (`sweeps.run.pass_at_k`). The compute of evaluations is metered
-    separately and is not part of any compute axis. All recipes get the same random numbers.
+    and maj@k for k = 2, 4, 8, ... up to `samples` (`sweeps.run.pass_at_k`). The compute of evaluations is measured
+    separately, and is part of no compute axis.
 
     Arguments that are not given come from the recipe (its configuration group `evaluation`, which a scale may set), as
-    in `scalerl train`. If the recipe does not set them either, the defaults are 10 steps, 4 samples, seed 0 and all
-    prompts.
+    in `scalerl train`. Otherwise the defaults are 10 steps, 4 samples, seed 0 and all prompts.
 
     Args:
         every_n_steps: optimizer steps between evaluations.
         samples: completions per prompt.
-        seed: seed of the evaluation's sampling, combined with the run's seed. Runs with equal seeds share these random
-            numbers.
-        prompts: evaluate only the first `prompts` prompts of each set; None for all.
-        sets: further held-out sets of any task, by name: an `EvaluationSet`, a mapping of its arguments, or a task.
+        seed: seed of the evaluation's sampling, combined with the run's seed. Runs in which both are equal use the same
+            random numbers.
+        prompts: number of prompts of each set to evaluate, from the first on; None for all.
+        sets: further held-out sets, of any task, by name: an `EvaluationSet`, a mapping of its arguments, or a task.
             They do not change what a run trains on.
-        gold_logprob: also record the log-probability of known solutions, where rows have one. It costs a forward pass
-            per prompt, about a fifth of an evaluation with 4 samples.
+        gold_logprob: whether to record the log-probability of known solutions too, where rows have one. It costs a
+            forward pass per prompt, about a fifth of an evaluation with 4 samples.
     """
 
-    # Parameters that have these values are left out of identities, so that runs older than a parameter keep theirs.
+    # Parameters with these values are left out of identities, so that runs from before a parameter existed keep theirs.
     added: ClassVar[Mapping[str, Any]] = {"sets": {}, "gold_logprob": False}
 
     def __init__(
@@ -85,17 +84,17 @@ class Evaluate(Callback):
         self._last_values: dict[str, Any] = {}
         self.follow({})
         self.passes: dict[str, Passes] = {}  # results of the last evaluation, by set
-        self.is_last = False  # whether the next evaluation is the run's last, in which all sets are evaluated
+        self.is_last = False  # whether the next evaluation is the run's last, which covers all sets
         self._last_step = -1
-        self._evaluated: set[str] = set()  # entries of `sets` evaluated at `_last_step`, and "" for the task's own sets
+        self._evaluated: set[str] = set()  # entries of `sets` evaluated at `_last_step`; "": the task's own sets
 
     def follow(self, settings: Mapping[str, Any]) -> None:
-        """Set the arguments that the caller has left out to the values of a recipe (`Recipe.evaluation`).
+        """Take the arguments that the caller has left out from a recipe (`Recipe.evaluation`).
 
         Raises:
             ConfigurationError: a value is invalid.
         """
-        # An attribute that a script has changed since the last call counts as an argument of the caller.
+        # An attribute that a script has changed since the last call counts as given by the caller.
         self._explicit |= {
             name: getattr(self, name) for name, was in self._last_values.items() if getattr(self, name) != was
         }
@@ -113,7 +112,7 @@ class Evaluate(Callback):
         return {name: one.task for name, one in self.sets.items()}
 
     def check_context(self, max_new_tokens: int) -> None:
-        """Check that the completion limit of every set is at most the generator's limit, `max_new_tokens`.
+        """Check that no set has a completion limit above the generator's, `max_new_tokens`.
 
         Raises:
             ConfigurationError: the limit of a set is larger.
@@ -131,12 +130,12 @@ class Evaluate(Callback):
         return "evaluate"
 
     def owes(self, step: int, max_steps: int, last: bool = False) -> bool:
-        """Return whether an evaluation of the weights of `step` is due and not yet made; `last` if no step follows."""
+        """Return whether an evaluation of the weights of `step` is due and not made yet. `last`: no step follows."""
         due = self._due(step, last or step >= max_steps)
         return bool(due - self._evaluated if step == self._last_step else due)
 
     def settings(self, task: Task) -> dict[str, EvaluationSet]:
-        """Return the settings of each held-out set of a run's task; only temperature and token limit may be None."""
+        """Return the settings of each held-out set of a task. Only temperature and token limit may be None."""
         by_set = dict.fromkeys(task.eval_sets(), EvaluationSet(task))
         if isinstance(task, TaskWithEvaluationSets):
             by_set |= {name: self.sets[entry] for entry, names in task.names.items() for name in names}
@@ -148,7 +147,7 @@ class Evaluate(Callback):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Evaluate the initial weights (R0), or repeat an evaluation that was interrupted by a stop."""
+        """Evaluate the initial weights (R0), or repeat an evaluation that a stop has interrupted."""
         self._evaluate(trainer, run_of(pl_module))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -162,7 +161,7 @@ class Evaluate(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the last evaluated step from a checkpoint."""
         self._last_step = state_dict["last_step"]
-        # Checkpoints of versions without `sets` have no entry `evaluated`.
+        # Checkpoints of versions without `sets` lack `evaluated`.
         self._evaluated = set(state_dict.get("evaluated", [""]))
 
     def _evaluate(self, trainer: Trainer, run: Run) -> None:
@@ -170,9 +169,10 @@ class Evaluate(Callback):
             validate_now(trainer, last=run.completed_steps >= trainer.max_steps)
 
     def measure(self, run: Run, in_fit: bool = True) -> dict[str, float]:
-        """Evaluate the current weights, and return pass rates of every held-out set and the cost. All ranks call it.
+        """Evaluate the current weights. Return the pass rates of every held-out set, and the cost. All ranks must call
+        it.
 
-        Outside of a fit the step is not marked as evaluated, so a later fit makes its own initial evaluation.
+        Outside of a fit, the step does not count as evaluated, so that a later fit makes its own initial evaluation.
 
         Raises:
             EvaluationStoppedError: a stop was requested. Nothing is recorded, and the evaluation is still due.
@@ -186,15 +186,15 @@ class Evaluate(Callback):
         return metrics
 
     def _due(self, step: int, last: bool) -> set[str]:
-        """Return the entries of `sets` that are evaluated at `step`, and "" for the task's own sets."""
+        """Return the entries of `sets` to evaluate at `step`; "" stands for the task's own sets."""
         intervals = {name: one.every_n_steps or self.every_n_steps for name, one in self.sets.items()}
         return {
             name for name, interval in {"": self.every_n_steps, **intervals}.items() if last or step % interval == 0
         }
 
     def _measure(self, run: Run, in_fit: bool) -> dict[str, float] | None:
-        """Evaluate on rank 0 while the other ranks wait. Return None if a stop is requested meanwhile."""
-        # `generating` sets aside the rollouts that training has in flight.
+        """Evaluate on rank 0, while the other ranks wait. Return None if a stop is requested meanwhile."""
+        # `generating` puts aside the rollouts that training has in flight.
         with run.meter.phase("evaluate"), run.generating() as generator, run.verifying() as verifiers:
             generator.publish(run.trained.weights(), run.completed_steps)
             metrics = {"eval/weight_version": float(run.completed_steps)}
@@ -202,8 +202,7 @@ class Evaluate(Callback):
             step, settings, self.passes = run.completed_steps, self.settings(run.task), {}
             for number, (name, prompts) in enumerate(run.eval_sets.items()):
                 interval = settings[name].every_n_steps or self.every_n_steps
-                # A later record of a step replaces the step's earlier record, so the last evaluation has to cover every
-                # set.
+                # A later record of a step replaces an earlier one, so the last evaluation must cover every set.
                 if in_fit and not self.is_last and step % interval:
                     continue
                 rates = self._pass_rates(name, number, prompts, settings[name], run, generator, verifiers)
@@ -223,16 +222,16 @@ class Evaluate(Callback):
         generator: Generator,
         verifiers: Verifiers,
     ) -> dict[str, float] | None:
-        """Return the metrics of one held-out set, or None if a stop is requested.
+        """Return the metrics of one held-out set; None if a stop is requested.
 
         Raises:
             RewardError: no completion has a score.
         """
         prompts = sets.prompts[: self.prompts]
-        # The random key includes the run's seed: if all seeds had the same noise, their curves would have the same
-        # bumps, and a fit would take these for the curve's shape. Recipes with the same seed share the noise, so that
-        # their differences are paired. A set of another task is keyed by its name, so that adding a set does not change
-        # the random numbers of the others.
+        # The random key includes the run's seed. If the noise were the same in all seeds, their curves would have the
+        # same bumps, and a fit would take these for the curve's shape. Recipes with the same seed do share the noise,
+        # so that their differences are paired. A set of another task is keyed by its name, so that adding a set does
+        # not change the random numbers of other sets.
         set_key = number if settings.task is run.task else int.from_bytes(sha256(name.encode()).digest()[:8])
         samples = settings.samples or self.samples
         requests = [
@@ -268,15 +267,15 @@ class Evaluate(Callback):
             why = "; ".join(watch.last_errors) or "its verifier abstains"
             raise RewardError(f"reward: no completion of held-out set {name!r} has a score ({why})")
         metrics = self._rates(name, samples, prompts, passed, scored, wrong_answers)
-        # Greedy decoding repeats the same completion. A binomial error would claim noise that cannot occur.
+        # Greedy decoding always gives the same completion, so a binomial error would claim noise that cannot occur.
         return {key: value for key, value in metrics.items() if settings.temperature != 0 or not key.endswith("_se")}
 
     def _gold_logprob(self, name: str, sets: PromptSet, run: Run, generator: Generator) -> dict[str, float]:
         """Return the mean log-probability (nats) of a token of the known solutions, from forward passes over them.
 
-        This metric has no sampling noise, unlike pass rates. It is a mean over prompts of means over a solution's
-        tokens. The result is empty if no prompt has a solution that fits into the context, or if the generator cannot
-        compute log-probabilities of given tokens.
+        Unlike pass rates, it has no sampling noise. It is the mean over prompts of the mean over a solution's tokens.
+        Empty if no prompt has a solution that fits into the context, or if the generator cannot compute
+        log-probabilities of given tokens.
         """
         if not self.gold_logprob or not can_score(generator):
             return {}
@@ -307,7 +306,7 @@ class Evaluate(Callback):
         scored: torch.Tensor,
         wrong_answers: Sequence[Counter[str | None]],
     ) -> dict[str, float]:
-        """Return pass rates over the prompts with a graded completion; ungraded completions are ignored."""
+        """Return pass rates over prompts with a graded completion. Ungraded completions are ignored."""
         graded = torch.nonzero(scored).flatten().tolist()
         rates = passed[graded] / scored[graded]
         prompts_digest = digest((prompt.text, prompt.answer) for prompt in prompts)
@@ -341,13 +340,13 @@ class Evaluate(Callback):
 
 
 def _labels(prompt: Prompt) -> set[str]:
-    """Return a prompt's labels, by which pass rates are split: difficulty, and environment if there are several."""
+    """Return the labels that split pass rates: a prompt's difficulty, and its environment if there are several."""
     environment = "" if prompt.opening is None else str(prompt.opening[0].get("environment", ""))
     return {prompt.difficulty, environment} - {""}
 
 
 def _scoring_work(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> StepReport:
-    """Return a report of the work of scoring pairs of prompt and completion, as if the completions were sampled."""
+    """Return a report of the work of scoring pairs of prompt and completion, as if completions were sampled."""
     pairs = [(len(prompt), len(tokens)) for prompt, tokens in scored]
     return StepReport(
         finished=(),
@@ -362,8 +361,7 @@ def _scoring_work(scored: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Step
 def _wrong_answers(wrong_answers: Sequence[Counter[str | None]]) -> tuple[tuple[int, ...], ...] | None:
     """Return for each prompt how often each wrong answer occurred, the most frequent first.
 
-    Completions without an answer are left out. The result is None if the grader does not return answers, or if no
-    answer was wrong.
+    Completions without an answer are left out. None if the grader returns no answers, or if no answer was wrong.
     """
     if any(None in answers for answers in wrong_answers) or not any(wrong_answers):
         return None
@@ -372,7 +370,7 @@ def _wrong_answers(wrong_answers: Sequence[Counter[str | None]]) -> tuple[tuple[
 
 @dataclass(frozen=True)
 class Submitted:
-    """A sampled completion, with the index of its prompt and the ticket of its outcome (None if it is not graded)."""
+    """A sampled completion, the index of its prompt, and the ticket for its outcome (None if it is not graded)."""
 
     prompt_index: int
     sample: Sample
@@ -388,21 +386,21 @@ def sample_and_submit(
     purpose: str,
     ungraded: Collection[int] = (),
 ) -> list[Submitted] | None:
-    """Sample completions of prompts, and submit each for grading while others are still being sampled.
+    """Sample completions of prompts. Submit each for grading while others are still being sampled.
 
     Args:
-        run: the run; its generator must have the current weights.
-        prompts: the prompts; the key of a request is an index into them.
-        requests: one request for a group of completions per prompt.
+        run: the run. Its generator must have the current weights.
+        prompts: the prompts. The key of a request is an index into them.
+        requests: for each prompt, a request for a group of completions.
         generator, verifiers: the run's generator and verifiers.
-        purpose: description of the purpose, for errors.
+        purpose: what the completions are for, for error messages.
         ungraded: indices of prompts that the task cannot grade.
 
     Returns:
         The completions in the order of submission; None if a stop was requested meanwhile.
 
     Raises:
-        OtherWeightsError: the generator used other weights than the run's.
+        OtherWeightsError: the generator used weights other than the run's.
     """
     grader, sizes = run.task.grader(), {request.key: request.completions for request in requests}
     conversations = run.conversations(prompts)
@@ -431,7 +429,7 @@ def sample_and_submit(
             if prompt_index in ungraded:
                 submitted.append(Submitted(prompt_index, sample, None))
                 continue
-            # Some graders compare the completions of a prompt, so they need the whole group.
+            # Some graders compare the completions of a prompt with each other, and need the whole group.
             if not needs_group(grader, prompts[prompt_index]):
                 bundle = [sample]
             elif len(group) == sizes[prompt_index]:
@@ -446,15 +444,11 @@ def sample_and_submit(
 
 
 class OtherWeightsError(RuntimeError):
-    """Raised if an evaluation of a step used weights of another step: it must not become a point of a curve."""
+    """Raised if an evaluation of one step used the weights of another: it must not become a point of a curve."""
 
 
 def _check_version(purpose: str, rollout: Rollout, version: int) -> None:
-    """Check that the current weights sampled every token of a rollout.
-
-    Raises:
-        OtherWeightsError: other weights sampled a token.
-    """
+    """Raise OtherWeightsError unless the current weights sampled every token of a rollout."""
     other_versions = sorted(set(rollout.weight_versions) - {version})
     if other_versions:
         raise OtherWeightsError(
@@ -470,21 +464,21 @@ def evaluation_of(trainer: Trainer) -> Evaluate | None:
 
 
 def evaluation_due(trainer: Trainer, step: int, last: bool = False) -> bool:
-    """Return whether an evaluation of the weights of `step` is due and not yet made; see `Evaluate.owes`."""
+    """Return whether an evaluation of the weights of `step` is due and not made yet; see `Evaluate.owes`."""
     evaluation = evaluation_of(trainer)
     return evaluation is not None and evaluation.owes(step, trainer.max_steps, last)
 
 
 class EvaluationStoppedError(Exception):
-    """Ends an evaluation because a stop of the run is requested."""
+    """Raised to end an evaluation because a stop of the run is requested."""
 
 
 def validate_now(trainer: Trainer, last: bool) -> bool:
-    """Run Lightning's validation loop, with all its hooks, inside `fit`; return False if it was stopped early.
+    """Run Lightning's validation loop with all its hooks, inside `fit`. Return False if it was stopped early.
 
     Args:
         trainer: the Trainer.
-        last: whether no step follows, so that every set is evaluated.
+        last: whether no step follows, so that all sets are evaluated.
     """
     evaluation = evaluation_of(trainer)
     assert evaluation is not None
@@ -504,19 +498,19 @@ def validate_now(trainer: Trainer, last: bool) -> bool:
 
 
 def standard_error(rates: torch.Tensor, samples: int, scored: torch.Tensor | None = None) -> float:
-    """Return the standard error of the mean of per-prompt pass rates (N,), for a fixed set of prompts.
+    """Return the standard error of the mean over prompts of pass rates (N,), for this fixed set of prompts.
 
-    It measures the sampling noise only. Its square is the sum over prompts of unbiased estimates of
-    p (1 - p) / samples, divided by N^2. It is never zero: if all rates are 0 or 1, it is computed with one pass and one
-    failure added to the whole set.
+    It measures only the noise of sampling. Its square is the sum over prompts of unbiased estimates of p (1 - p) /
+    samples, divided by N^2. It is never zero: if all rates are 0 or 1, one pass and one failure are added to the whole
+    set.
 
     Args:
         rates: pass rates (N,).
         samples: completions per prompt.
-        scored: number of graded completions of each prompt (N,); None if it is `samples` for all.
+        scored: number of graded completions of each prompt (N,); None if it is always `samples`.
     """
     count = rates.numel()
-    # Bessel's correction: dividing by samples - 1 makes the estimate of each p (1 - p) unbiased.
+    # Bessel's correction: division by samples - 1 makes the estimate of each p (1 - p) unbiased.
     if scored is None or bool((scored == samples).all()):
         variance_sum = (rates * (1 - rates)).sum() / max(1, samples - 1)
     else:

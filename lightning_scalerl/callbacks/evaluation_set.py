@@ -1,4 +1,4 @@
-"""Entries of `evaluation.sets`: held-out sets of other tasks, each with its own settings, which are only evaluated."""
+"""Entries of `evaluation.sets`: held-out sets of other tasks with settings of their own. Nothing is trained on them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from lightning_scalerl.checks import ConfigurationError, whole_number
 from lightning_scalerl.task.base import Task
 
-# Keys of an entry of `evaluation.sets` besides its task.
+# Keys that an entry of `evaluation.sets` may have besides its task.
 _SETTINGS = ("samples", "every_n_steps", "temperature", "max_new_tokens")
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Held-out sets of another task, which are only evaluated.
+    """Held-out sets of another task. They are evaluated, but not trained on.
 
-    Where a setting is None, the value of `Evaluate` (samples, steps) or of group `context` is used.
+    If a setting is None, the value of `Evaluate` (samples, steps) or of the group `context` is used.
 
     Args:
-        task: task with the prompts, their instruction and their grader; it needs no training prompts.
+        task: task with the prompts, their instruction and their grader. It needs no training prompts.
         samples: completions per prompt.
-        every_n_steps: optimizer steps between evaluations. The initial and the final weights are evaluated in any case.
-        temperature: sampling temperature; 0 for the most likely token.
-        max_new_tokens: longest completion in tokens, at most `context.max_new_tokens`.
+        every_n_steps: optimizer steps between evaluations. Initial and final weights are always evaluated.
+        temperature: sampling temperature; 0 always takes the most likely token.
+        max_new_tokens: largest number of tokens in a completion, at most `context.max_new_tokens`.
 
     Raises:
         ConfigurationError: a value is invalid.
@@ -38,7 +38,7 @@ class EvaluationSet:
     max_new_tokens: int | None = None
 
     def check(self, name: str) -> None:
-        """Check all values. `name` is the name of the entry in `evaluation.sets`, for errors."""
+        """Check all values. In errors the set is named `name`, its key in `evaluation.sets`."""
         field = f"evaluation.sets.{name}"
         if not callable(getattr(self.task, "eval_sets", None)):
             raise ConfigurationError(f"{field}.task: {type(self.task).__name__} is no task; give one of conf/task")

@@ -14,22 +14,22 @@ from lightning_scalerl.stream.prompts import PromptSet
 from lightning_scalerl.stream.random_streams import PREDICTION_STREAM
 from lightning_scalerl.task.base import passes
 
-# Name of the prompt set that `Trainer.predict` uses.
+# Name of the set of prompts that `Trainer.predict` uses.
 PREDICT = "predict"
 
 
-# Not frozen, because Lightning copies the dataclasses that `predict_step` returns and sets the fields of the copies.
+# Not frozen, because Lightning copies the dataclasses that `predict_step` returns, and sets fields of the copies.
 @dataclass
 class Completion:
     """One sampled completion of a prompt, with its reward.
 
     Attributes:
-        text: the whole completion without special tokens.
+        text: the whole completion, without special tokens.
         answer: the text after the end of thinking.
-        reward: the task's reward; None if the grader abstains or fails, or the task does not know the prompt.
+        reward: the task's reward; None if the grader abstains or fails, or if the prompt is not one of the task's.
         correct: whether it counts as a pass; None without a reward.
-        truncated: whether it hit the limit `context.max_new_tokens`.
-        why: the reason why there is no reward; "" if there is one.
+        truncated: whether it reached the limit `context.max_new_tokens`.
+        why: why there is no reward; "" if there is one.
     """
 
     text: str
@@ -45,8 +45,8 @@ class Prediction:
     """A prompt with its sampled completions.
 
     Attributes:
-        prompt: the text of the prompt; the last message if it is a conversation.
-        completions: the sampled completions, `RolloutDataModule.samples` of them.
+        prompt: text of the prompt; of a conversation, its last message.
+        completions: `RolloutDataModule.samples` sampled completions.
     """
 
     prompt: str
@@ -54,7 +54,7 @@ class Prediction:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Prediction:
-        """Build a prediction from the plain values that `asdict` has made of it."""
+        """Make a prediction from the plain values that `asdict` returned for it."""
         return cls(plain["prompt"], tuple(Completion(**fields) for fields in plain["completions"]))
 
 
@@ -78,12 +78,12 @@ def predicted(module: Any) -> Sequence[Prediction]:
 
 
 def predictions(run: Run, prompts: PromptSet, unknown: Collection[str], samples: int) -> list[Prediction]:
-    """Sample completions of each prompt on rank 0, and grade them if the task knows the prompt.
+    """Sample completions of each prompt on rank 0, and grade those of prompts that the task knows.
 
     Args:
-        run: the run with the weights to sample from.
+        run: the run whose weights are sampled from.
         prompts: the prompts and their tokens.
-        unknown: ids of the prompts that the task does not know.
+        unknown: ids of prompts that the task does not know.
         samples: completions per prompt.
 
     Raises:

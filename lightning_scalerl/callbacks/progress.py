@@ -14,7 +14,7 @@ from sweeps.terminal import Bar, device_time
 
 
 class StepProgress(Recorder, ProgressBar):
-    """Progress bar over optimizer steps; it replaces Lightning's own bar, which counts epochs.
+    """Progress bar over optimizer steps, instead of Lightning's own bar, which counts epochs.
 
     On a terminal it is a bar, elsewhere a line every half minute. `Trainer(enable_progress_bar=False)` turns it off.
     """
@@ -26,15 +26,15 @@ class StepProgress(Recorder, ProgressBar):
         self._shown: dict[str, str] = {}
 
     def enable(self) -> None:
-        """Turn the bar on, for Lightning."""
+        """Turn the bar on. Called by Lightning."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Turn the bar off; Lightning calls this on all ranks except the first."""
+        """Turn the bar off. Lightning calls this on all ranks but the first."""
         self._enabled = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Open the bar at the step that the run resumes from."""
+        """Open the bar at the step from which the run resumes."""
         step = run_of(pl_module).completed_steps
         self._close()
         if self._enabled and step < trainer.max_steps:
@@ -59,7 +59,7 @@ class StepProgress(Recorder, ProgressBar):
         self._bar.update(step, *(self._shown[part] for part in order if part in self._shown))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Close the bar, leaving its last state on the terminal."""
+        """Close the bar. Its last state stays on the terminal."""
         self._close()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -73,5 +73,5 @@ class StepProgress(Recorder, ProgressBar):
 
 
 def _short(value: float) -> str:
-    """Return a value with three decimals, or a large one with six significant digits: rewards have no limit."""
+    """Format a value with three decimals, or a large one with six significant digits, since rewards have no limit."""
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""Early stopping of a run whose recipe is unlikely to be the best: racing for runs that are started one by one."""
+"""Early stopping of a run whose recipe is unlikely to be the best: a race of runs that are started one by one."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ log = logging.getLogger(__name__)
 
 
 class Race(Recorder):
-    """Ends the fit when the recipe is too unlikely to finish ahead of its study's favourite (docs/guide/race.md).
+    """Stops the fit if its recipe is too unlikely to end ahead of the study's favourite (docs/guide/race.md).
 
-    Use it in your own script, together with `Evaluate` and `RunLog`. After an evaluation it makes an interim analysis,
-    a "look": it reads the journals of all runs in the study's folder and jointly forecasts their rewards at the budget.
+    Use it in your own script together with `Evaluate` and `RunLog`. After an evaluation it may take a "look" (an
+    interim analysis): it reads the journals of all runs in the study's folder, and jointly forecasts their rewards at
+    the budget.
 
-    - Runs whose folders exist before the first look use the same evaluations and reach the same decisions. The
-      decisions of earlier runs do not consider a run that starts later.
-    - A stopped run ends as with Lightning's `EarlyStopping` (`trainer.should_stop`) and is saved. To continue it, call
+    - Runs whose folders exist before the first look use the same evaluations, and come to the same decisions. A run
+    that
+      starts later does not affect the decisions of earlier runs.
+    - A stopped run ends as with Lightning's `EarlyStopping` (`trainer.should_stop`), and is saved. To continue it, call
       `fit(ckpt_path=...)` without this callback.
     - Each look is written to `race.jsonl` in the run's directory. If the journals cannot be compared, a warning says
-      why, and no look is taken.
-    - Runs with the same label are seeds of one recipe and do not race each other. A warning is logged if all runs have
-      the same label, or if another run has both the label and the seed of this run.
+    why,
+      and no look is taken.
+    - Runs with the same label are seeds of one recipe, and do not race each other. A warning is logged if all runs have
+    the
+      same label, or if another run has both label and seed of this one.
 
     Args:
-        study: folder that contains the directories of all racing runs, including this one's.
-        budget: compute per run at which recipes are compared, in the unit of `axis`.
-        p_ahead: probability of finishing ahead below which the recipe is stopped.
-        looks: number of consecutive looks below `p_ahead` before the recipe is stopped.
+        study: folder that contains the directories of all runs of the race, including this one's.
+        budget: compute of one run at which recipes are compared, in the unit of `axis`.
+        p_ahead: the recipe is stopped if its probability of ending ahead of the favourite is below this.
+        looks: number of looks in a row that must find it below `p_ahead`.
         first: share of the budget at which the first look is taken.
         growth: factor by which compute grows from one look to the next.
-        dry_run: take, record and report looks, but never stop the run.
+        dry_run: whether to take, record and report looks, but never stop the run.
         metric, axis: metric and compute axis of the evaluations; None for the first set's pass rate and the device's
             default axis.
-        loss: limit on the total expected loss of reward from all stops, as a share of the reward's scale; 1 for no
+        loss: limit on the expected loss of reward by all stops together, as a share of the reward's scale; 1 for no
             limit.
 
     Attributes:
-        has_stopped: whether this callback has stopped the current fit.
+        has_stopped: whether this callback has stopped the present fit.
 
     Raises:
-        ConfigurationError: a value is out of range; at the start of a fit, there is no `RunLog`, or it is outside the
-            folder.
+        ConfigurationError: a value is out of range; at the start of a fit, there is no `RunLog`, or its folder is
+            outside of the study's.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Race(Recorder):
         self.has_stopped = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Find the run's directory through its `RunLog`, and set up the looks at the study's journals."""
+        """Find the run's directory by its `RunLog`, and prepare the looks at the study's journals."""
         from sweeps.errors import UserError
         from sweeps.search.looks import Looks
 
@@ -91,18 +95,18 @@ class Race(Recorder):
         if not run_logs:
             raise ConfigurationError("Race: needs a RunLog beside it, whose journals it reads; add RunLog(run_dir)")
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # fast_dev_run writes no journal to look at
+            return  # there is no journal to look at
         try:
             self._looks = Looks(self.study, run_logs[0].run_dir, self.rules, self._metric, self._axis, log)
         except UserError as error:
             raise ConfigurationError(f"Race: {error}") from error
 
     def on_record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember that there is a new evaluation, so that `on_train_batch_end` takes a look."""
+        """Note that there is a new evaluation, after which `on_train_batch_end` takes a look."""
         self._due = self._due or kind == "eval"
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take a look at the study's journals after an evaluation; rank 0 decides for all ranks."""
+        """After an evaluation, look at the study's journals. Rank 0 decides for all ranks."""
         if self._looks is None:
             return
         why = run_of(pl_module).ranks.agree(self._looks.take() if self._due else None)

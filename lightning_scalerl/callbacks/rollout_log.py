@@ -1,4 +1,4 @@
-"""Human-readable log of sampled groups in `rollouts.jsonl`, next to the journal."""
+"""Readable log of sampled groups, `rollouts.jsonl`, next to the journal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from sweeps.run.rollouts import cut_groups, write_groups
 
 
 class RolloutLog(Callback):
-    """Writes some groups of step 1 and of every n-th step: first those with ungraded rollouts, then others at random.
+    """Callback that writes some rollout groups of step 1 and of every n-th step to a file.
+
+    Groups with ungraded rollouts are chosen first, then others at random.
 
     Args:
         run_dir: the run's directory.
-        groups: groups per logged step; 0 to log nothing.
+        groups: number of groups per logged step; 0 to log nothing.
         every_n_steps: optimizer steps between logged steps.
-        guard: called before every write; raises if another process has taken over the run.
+        guard: called before every write. It raises if another process has taken over the run.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class RolloutLog(Callback):
         self._guard = guard or (lambda: None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Remove groups of steps after the step from which the run resumes, because these steps are made again."""
+        """Remove groups of steps after the one from which the run resumes, because these steps are repeated."""
         run = run_of(pl_module)
         if run.ranks.leads and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             cut_groups(self.run_dir, run.completed_steps, self._guard)
@@ -45,7 +47,7 @@ class RolloutLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: TrainBatch, batch_idx: int
     ) -> None:
-        """Write this step's groups if they are due, on rank 0, which is the only rank that has groups."""
+        """Write this step's groups if they are due. Only rank 0 has groups."""
         run = run_of(pl_module)
         step = run.completed_steps
         due = step == 1 or step % self.every_n_steps == 0
@@ -56,10 +58,8 @@ class RolloutLog(Callback):
         write_groups(self.run_dir, [entry(group, run, step) for group in self._chosen(batch.groups, run, step)])
 
     def _chosen(self, groups: Sequence[Group], run: Run, step: int) -> list[Group]:
-        """Return the groups to log, in order of admission."""
         shuffled = random.Random(f"{run.seed} {step}").sample(list(groups), len(groups))
-        # Groups with ungraded rollouts come first. The sort is stable, so the order within each of the two kinds stays
-        # random.
+        # Groups with ungraded rollouts first. The sort is stable, so the order is otherwise random.
         chosen = sorted(shuffled, key=lambda group: not group.ungraded)[: self.groups]
         return sorted(chosen, key=lambda group: group.admission)
 
@@ -75,7 +75,7 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
         "source": prompt.source,
         "difficulty": prompt.difficulty,
         "prompt": prompt.text,
-        # With an environment, these messages may differ from those of the row, because `reset` may add some.
+        # With an environment, these messages may differ from the row's, because `reset` may add some.
         **({"messages": list(prompt.messages)} if prompt.opening is not None and prompt.messages else {}),
         "answer": prompt.answer if isinstance(prompt.answer, str) else repr(prompt.answer)[:2000],
         "rollouts": [_rollout(run.sample(prompt, rollout), rollout) for rollout in rollouts],
@@ -83,7 +83,7 @@ def entry(group: Group, run: Run, step: int) -> dict[str, Any]:
 
 
 def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout's record. The key `answer` (the text after the thinking) is left out if it is the whole text."""
+    """Return a rollout's record. `answer`, the text after the thinking, is left out if it is the whole text."""
     return {
         "completion": sample.completion,
         **({} if sample.answer == sample.completion else {"answer": sample.answer}),
@@ -104,7 +104,6 @@ def _rollout(sample: Sample, rollout: Rollout) -> dict[str, Any]:
 
 
 def _conversation(sample: Sample, rollout: Rollout) -> dict[str, Any]:
-    """Return the keys of a record about a conversation with an environment; empty without a conversation."""
     conversation = rollout.conversation
     if conversation is None:
         return {}

@@ -1,4 +1,4 @@
-"""Interface of a run for callbacks and measurements: the attributes of `ScaleRL` that they may use."""
+"""Protocol of a run for callbacks and measurements: the attributes of `ScaleRL` that they may use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_scalerl.verify.verification import Verifiers
 
 
 class Run(Protocol):
-    """A run in progress, as callbacks see it. Only rank 0 has `stream` and `mechanism`."""
+    """Protocol of a run in progress. Only rank 0 has `stream` and `mechanism`."""
 
     recipe: Recipe
     choices: Choices
@@ -36,7 +36,7 @@ class Run(Protocol):
     trained: TrainedPolicy
     meter: ComputeMeter
     stream: RolloutStream
-    exhausted: str | None  # the reason if the fit ended before its budget because no prompts were left, else None
+    exhausted: str | None  # why the fit ended before its budget because prompts ran out; None otherwise
 
     @property
     def ranks(self) -> Ranks:
@@ -66,31 +66,31 @@ class Run(Protocol):
 
     @property
     def eval_sets(self) -> dict[str, PromptSet]:
-        """Held-out prompts for evaluation, with their tokens, by name of the set."""
+        """Held-out prompts with their tokens, by name of the set."""
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
         ...
 
     def sample(self, prompt: Prompt, rollout: Rollout) -> Sample:
-        """Return a completion as a `Sample`, the argument of a grader."""
+        """Return a completion as a `Sample`, which is what graders take."""
 
     def conversations(self, prompts: Sequence[Prompt]) -> Conversations | None:
         """Return the conversations for evaluating these prompts; None if the run has no environments."""
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
-        """Open the verifiers that grade completions for the duration of a `with` block."""
+        """Open the verifiers that grade completions, for a `with` block."""
 
     @property
     def began(self) -> list[str]:
-        """Lines to print once at the start of a fit; empty on ranks other than 0."""
+        """Lines to print at the start of a fit; empty on ranks other than 0."""
 
     def generating(self) -> AbstractContextManager[Generator]:
-        """Lend the run's generator for work other than training. Rollouts in flight are paused until it is returned."""
+        """Lend the run's generator for work other than training. Rollouts in flight are paused in the meantime."""
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason to stop when the run can next be saved (after a step, or during generation); None to continue."""
+        """Reason to stop as soon as the run can be saved (after a step, or during generation); None to continue."""
 
 
 def run_of(module: object) -> Run:

@@ -1,4 +1,4 @@
-"""Journal of a run: a header that identifies the run, then every record, flushed at once."""
+"""Write a run's journal: a header that identifies the run, then every record, flushed at once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from sweeps.run.provenance import changes_line, code_changes, code_facts, own_fi
 
 log = logging.getLogger(__name__)
 
-# Read at import, because a member may be forked long after that, when the files on disk may have changed.
+# Computed at import: a member may be forked from this process much later, when files on the disk have changed.
 _IMPORTED = own_files()
-# Exceptions that end a run without a failure: a request to stop, Ctrl-C, and SIGTERM as Lightning handles it.
+# Exceptions that end a run without a failure: a request to stop, Ctrl-C, and Lightning's for SIGTERM.
 _INTERRUPTIONS = (RunInterruptedError, KeyboardInterrupt, SIGTERMException)
 
 
@@ -42,23 +42,23 @@ class PassedOver:
 class RunLog(Recorder):
     """Writes the files of a run's directory, on rank 0.
 
-    - `metrics.jsonl`: the journal with all records;
-    - `semantics.json`: the run's choices with all defaults resolved;
+    - `metrics.jsonl`: the journal, with all records;
+    - `semantics.json`: the run's choices, with all defaults filled in;
     - `passes.jsonl`: which held-out prompts passed in each evaluation;
-    - `compute.json`: the compute meter's heartbeat, until the run is finished.
+    - `compute.json`: the compute so far, rewritten regularly until the run is finished (heartbeat).
 
-    If the run fails, an `end` record with the reason is written. If it is interrupted (by a request to stop, Ctrl-C or
-    SIGTERM), none is written, because it will continue. None is written either if the exception's attribute
-    `leave_journal` is True, because another process then owns the journal.
+    If the run fails, an `end` record with the reason is written. None is written if it is interrupted (by a request to
+    stop, Ctrl-C or SIGTERM), because it will continue; nor if the exception's attribute `leave_journal` is True,
+    because the journal then belongs to another process.
 
     Args:
         run_dir: the run's directory; created if missing.
         identity: fields of the header (run, curve, recipe, seed, ...); optional in scripts.
-        guard: called before every write; raises if another process has taken over the run.
-        announce: whether to print the meaning of the run's choices at its start.
-        passed_over: checkpoints that this process could not resume from (reported by `newest_checkpoint`).
+        guard: called before every write. It raises if another process has taken over the run.
+        announce: whether to print what the run's choices mean when it starts.
+        passed_over: checkpoints from which this process could not resume (reported by `newest_checkpoint`).
         code: the user's folders and files whose Python code counts as the run's code, in addition to ours.
-        strict_code: whether to refuse to continue a run with changed code; otherwise only a warning is printed.
+        strict_code: whether to refuse to continue a run with changed code; if False, a warning is printed.
     """
 
     def __init__(
@@ -86,33 +86,33 @@ class RunLog(Recorder):
 
     @property
     def journal(self) -> Journal:
-        """Journal, open for writing; every access calls the guard."""
+        """Journal, open for writing. Every access calls the guard."""
         self._guard()
         if self._journal is None:
             self._journal = Journal(self.run_dir)
         return self._journal
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the header of a new run, or for a resumed run a record of the checkpoint and of the lost compute."""
+        """Write the header of a new run. For a resumed run, record the checkpoint and the compute that was lost."""
         run = run_of(pl_module)
         self._is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if self._is_trial:
-            return  # a trial must not leave files that the real run would find
-        # Check that all ranks resume at the same step before anything that depends on it is written.
+            return  # a trial must not leave files, because the real run would find them
+        # Check that all ranks resume at the same step, before anything is written that depends on it.
         run.ranks.check_alike("checkpoint: completed steps", run.completed_steps)
-        # A checkpoint of step 0 was saved during the first generation or evaluation; resuming from it keeps the records
-        # of step 0.
+        # A checkpoint of step 0 was saved during the first generation or evaluation. A run that resumes from it keeps
+        # the records of step 0.
         resumes = run.completed_steps > 0 or trainer.ckpt_path is not None
         run.ranks.share(lambda: self._begin(run, resumes))
 
     def _begin(self, run: Run, resumes: bool) -> None:
-        """Check the earlier journal, if there is one, and write the files of a run that starts or continues."""
+        """Check the earlier journal, if any, and write the files of a run that starts or resumes."""
         from lightning_scalerl.measure.semantics import describe_choices, header_fields, write_semantics
 
         self._last_step = run.completed_steps
         header = header_fields(run, self.identity)
         earlier = self._earlier()
-        # A fresh start repeats the initial evaluation, so a recorded evaluation of step 0 is not valid. Hence -1.
+        # -1, because a fresh start repeats the initial evaluation: one that was recorded at step 0 is not valid.
         last_valid_step = self._last_step if resumes else -1
         facts = code_facts(self._code, _IMPORTED)
         if earlier is not None:
@@ -138,18 +138,18 @@ class RunLog(Recorder):
             self.journal.header(**{**header, "code": facts})
         else:
             run.meter.count_lost_work(self._largest_cost(earlier))
-        passed_over, self._passed_over = self._passed_over, ()  # recorded once, not for later fits
+        passed_over, self._passed_over = self._passed_over, ()  # recorded once, not in later fits too
         mended = None if earlier is None else earlier.mended
         resume_notes: dict[str, Any] = {"passed_over": [asdict(each) for each in passed_over]} if passed_over else {}
         if mended:
             resume_notes["mended"] = {key: mended.get(key) for key in ("line", "kept", "step")}
         if earlier is not None or self._last_step or resume_notes:
             self.journal.resume(last_valid_step, code=facts, **resume_notes)
-        # Start the heartbeat now, so that the compute wasted by a run that is killed before its first record is known.
+        # Started now, so that the compute of a run that is killed before its first record is known.
         self._heartbeat = MeterHeartbeat(self.run_dir, run.meter, self._guard)
 
     def _largest_cost(self, earlier: JournalView) -> dict[str, float]:
-        """Return the largest known cost of the run so far, over discarded records and the last heartbeat."""
+        """Return the largest known cost of the run so far, from records that are dropped and the last heartbeat."""
         discarded = [record.metrics for record in earlier.records if record.step > self._last_step]
         discarded.append((earlier.mended or {}).get("metrics", {}))
         costs = [*map(total_cost, discarded), heartbeat_cost(self.run_dir)]
@@ -163,7 +163,7 @@ class RunLog(Recorder):
         self.journal.record(kind, step, metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write which held-out prompts passed, in addition to the evaluation's record."""
+        """Write which held-out prompts passed, besides the evaluation's record."""
         evaluation = evaluation_of(trainer)
         if trainer.state.fn == "fit" and evaluation is not None and not self._is_trial:
             run = run_of(pl_module)
@@ -174,13 +174,13 @@ class RunLog(Recorder):
         write_passes(self.run_dir, step, sets)
 
     def checkpointed(self, step: int) -> None:
-        """Record that a durable checkpoint covers everything up to `step`."""
+        """Record that a durable checkpoint covers all records up to `step`."""
         self.journal.checkpoint(step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write that the run is finished, if it has made all steps or a callback has stopped it.
+        """Record the run as finished if it has made all steps, or if a callback has stopped it.
 
-        This is not in `on_train_end`, because Lightning skips that hook for a run that resumes with no steps left.
+        Not in `on_train_end`, because Lightning skips that hook if a run resumes with no steps left.
         """
         run = run_of(pl_module)
         done = run.completed_steps >= trainer.max_steps
@@ -191,7 +191,7 @@ class RunLog(Recorder):
         self._close(finished=done or trainer.should_stop)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Write the reason of a failure to the journal. Never raise, which would hide the first error."""
+        """Record why the run failed. Never raise, because that would hide the error."""
         if self._journal is None:
             return
         keep_open = isinstance(exception, _INTERRUPTIONS) or getattr(exception, "leave_journal", False)
@@ -205,11 +205,11 @@ class RunLog(Recorder):
             self._journal = None
 
     def _earlier(self) -> JournalView | None:
-        """Return the journal of an earlier process, or None. Opening `journal` removes an incomplete last line."""
+        """Return the journal of an earlier process, or None. Opening `journal` cuts off an incomplete last line."""
         return read_journal(self.run_dir) if self.journal.path.stat().st_size else None
 
     def _check_same_run(self, earlier: JournalView, header: Mapping[str, Any], resumes: bool) -> None:
-        """Raise a ConfigurationError if the journal is another run's, or if a finished run would start again."""
+        """Raise ConfigurationError if the journal is another run's, or if a finished run would start again."""
         for field in ("run", "recipe", "seed"):
             if earlier.header.get(field) != header[field]:
                 self._close()
@@ -225,7 +225,7 @@ class RunLog(Recorder):
             )
 
     def _check_same_code(self, earlier: JournalView, facts: Mapping[str, Any], step: int) -> None:
-        """Warn or raise if the run resumes with changed code, since its records would not show the change."""
+        """Warn, or raise with `strict_code`, if the run resumes with changed code, which its records do not show."""
         changes = code_changes(earlier.code_before(step), facts)
         if not changes:
             return

@@ -1,8 +1,8 @@
-"""Lightning's Trainer around a run: checks of its settings, and when its callbacks act.
+"""Lightning's Trainer around a run: checks of its settings, and the times at which its callbacks act.
 
 An optimizer step of RL takes seconds to minutes, and a run is one pass over an endless stream, so Lightning's epochs
-have no meaning. Callbacks that act at the end of an epoch therefore act after every evaluation. Callbacks that monitor
-a training metric (`train/...`) act after every optimizer step.
+mean nothing here. Callbacks that act at the end of an epoch therefore act after every evaluation. Callbacks that
+monitor a training metric (`train/...`) act after every optimizer step.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from lightning_scalerl.distributed.ranks import check_strategy
 from lightning_scalerl.rollouts.prompt import Prompt
 from sweeps.run.pass_at_k import sizes
 
-# Lightning's own logger of this table, so that a level that the user has set for it applies.
+# Lightning's own logger of this table, so that the level that a user has set for it holds.
 log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
 
-# Lightning's default for `log_every_n_steps`, meant for steps of milliseconds. We treat it as "every step".
+# Lightning's default of `log_every_n_steps`, meant for steps of milliseconds. Here it is taken as "every step".
 LOG_EVERY = 50
 NEVER = sys.maxsize
 EVALUATE = "leave it at its default and say when and how much with Evaluate(every_n_steps=..., prompts=...)"
-# Metrics that a run may log, by prefix, besides those of held-out sets (docs/reference/metrics.md). Names with a star
-# depend on the user's code or on the run's choices.
+# Metrics that a run may log, by prefix, besides those of held-out sets (docs/reference/metrics.md). A star stands for
+# names that depend on the user's code or the run's choices.
 LOGGED = {
     "train": "pass_rate reward rewards_staged completion_tokens truncated cut_by_stage interrupted forced_tokens "
     "ungraded zero_variance groups_kept groups_dropped credited_prompts credited_rollouts credited_tokens "
@@ -73,12 +73,12 @@ STAGES = {
 
 
 def check_datamodule(trainer: Trainer) -> None:
-    """Check that the data of the Trainer's current function come from a RolloutDataModule.
+    """Check that the Trainer's data come from a RolloutDataModule.
 
     Raises:
-        ConfigurationError: there is no data, or they come from another datamodule or from dataloaders.
+        ConfigurationError: there are no data, or they come from another datamodule or from dataloaders.
     """
-    # A Trainer that is used again keeps its last datamodule, so ask the loop as well.
+    # A Trainer that is used again keeps its last datamodule, so look at the loop's data as well.
     datamodule, source = getattr(trainer, "datamodule", None), compat.data_source(trainer)
     if source is datamodule and hasattr(datamodule, "set_evaluation_sets"):
         return
@@ -90,11 +90,7 @@ def check_datamodule(trainer: Trainer) -> None:
 
 
 def check_instances(trainer: Trainer) -> None:
-    """Check that no callback is a class instead of an instance.
-
-    Raises:
-        ConfigurationError: a callback is a class.
-    """
+    """Raise ConfigurationError if a callback is a class instead of an instance."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     classes = [callback for callback in callbacks if isinstance(callback, type)]
     if classes:
@@ -108,7 +104,7 @@ def check_trainer(trainer: Trainer) -> None:
     """Check the settings of Lightning's Trainer before anything is built.
 
     Raises:
-        ConfigurationError: a setting conflicts with the recipe or has no meaning here; the message has the replacement.
+        ConfigurationError: a setting conflicts with the recipe or means nothing here. The message says what to use.
     """
     if str(trainer.precision) != "32-true":
         raise ConfigurationError(
@@ -135,7 +131,6 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_fit(trainer: Trainer) -> None:
-    """Check the settings that matter only in `Trainer.fit`; raises like `check_trainer`."""
     if trainer.max_steps < 1:
         raise ConfigurationError(
             f"max_steps: {trainer.max_steps} must be 1 or more, because the rollout stream has no end; give "
@@ -155,8 +150,8 @@ def _check_fit(trainer: Trainer) -> None:
         raise ConfigurationError(
             f"overfit_batches: {batches!r} has no meaning on a stream; give a task with few prompts"
         )
-    # The integer 1 means one batch per epoch. Lightning would then end its epoch after one step, and call the hooks of
-    # the epoch's end.
+    # The integer 1 means one batch per epoch. Lightning would end its epoch after one step, and call the hooks for
+    # that.
     limit = trainer.limit_train_batches
     if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ConfigurationError(f"limit_train_batches: {limit!r} has no meaning on a stream; use max_steps")
@@ -165,7 +160,7 @@ def _check_fit(trainer: Trainer) -> None:
     evaluates = evaluation_of(trainer) is not None
     for field, default in (("val_check_interval", 1.0), ("check_val_every_n_epoch", 1), ("limit_val_batches", 1.0)):
         value = getattr(trainer, field)
-        # The integer 1 means one step or one batch. Lightning's default 1.0 means the whole epoch or the whole set.
+        # The integer 1 means one step or batch. Lightning's default, 1.0, means the whole epoch or set.
         is_default = value == default and isinstance(value, int) == isinstance(default, int)
         if not is_default and value != (NEVER if evaluates else 0):
             raise ConfigurationError(f"{field}: {value!r} decides nothing here; {EVALUATE}")
@@ -176,7 +171,8 @@ def _check_fit(trainer: Trainer) -> None:
                 "itself; use every_n_train_steps"
             )
         if isinstance(callback, StochasticWeightAveraging):
-            # It would average the weights at the start of each epoch, and hand back the initial weights.
+            # It averages the weights at the start of each epoch. A run is one epoch, so the result would be the initial
+            # weights.
             raise ConfigurationError(
                 "callbacks: StochasticWeightAveraging averages over epochs, and a run is one epoch; use "
                 "EMAWeightAveraging"
@@ -192,7 +188,7 @@ def _check_fit(trainer: Trainer) -> None:
 def _check_times(callback: Any, evaluation: Evaluate | None, settings: Mapping[str, EvaluationSet]) -> None:
     """Check that a callback acts only at steps at which the metric that it monitors is measured.
 
-    At other steps it would use the metric's value of an earlier step.
+    At other steps it would use the value of an earlier step.
 
     Raises:
         ConfigurationError: the callback also acts at other steps, or the run has no evaluations.
@@ -221,10 +217,10 @@ def _check_times(callback: Any, evaluation: Evaluate | None, settings: Mapping[s
 
 
 def _check_monitor(trainer: Trainer, callback: Any, settings: Mapping[str, EvaluationSet]) -> None:
-    """Refuse to monitor a metric that is never logged: Lightning would notice it only after the first evaluation.
+    """Refuse to monitor a metric that is never logged. Lightning would notice only after the first evaluation.
 
     Raises:
-        ConfigurationError: the metric is never logged; the message lists valid names.
+        ConfigurationError: the metric is never logged. The message lists valid names.
     """
     name, sets = str(callback.monitor), trainer.datamodule.task.eval_sets()  # type: ignore[attr-defined]
     evaluation = evaluation_of(trainer)
@@ -252,7 +248,7 @@ def _check_mechanisms(trainer: Trainer, axes: Sequence[str]) -> None:
     """Refuse to monitor `mechanism/<axis>` of an axis on which the run does not differ from its recipe.
 
     Raises:
-        ConfigurationError: the metric is never logged; the message lists valid names.
+        ConfigurationError: the metric is never logged. The message lists valid names.
     """
     for callback in monitoring(trainer):
         prefix, _, axis = str(callback.monitor).partition("/")
@@ -265,7 +261,7 @@ def _check_mechanisms(trainer: Trainer, axes: Sequence[str]) -> None:
 
 
 def _metric_names(name: str, prompts: Sequence[Prompt], samples: int) -> list[str]:
-    """Return the names of a held-out set's metrics, including maj@k, which not every verifier measures."""
+    """Return the names of a held-out set's metrics, with maj@k, which not every verifier measures."""
     difficulties = sorted({prompt.difficulty for prompt in prompts} - {""})
     suffixes = [
         "pass_rate",
@@ -279,7 +275,7 @@ def _metric_names(name: str, prompts: Sequence[Prompt], samples: int) -> list[st
 
 
 def _may_log_other_metrics(trainer: Trainer) -> bool:
-    """Return whether the run has a callback or module class that the user has written, which may log other metrics."""
+    """Return whether a callback or the module is of a class of the user's, which may log other metrics."""
     parts = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     return any(not type(part).__module__.startswith(("lightning.", "lightning_scalerl.")) for part in parts)
 
@@ -293,7 +289,7 @@ def monitoring(trainer: Trainer) -> list[Any]:
 def without_anonymous(trainer: Trainer) -> None:
     """Remove `anonymous=None` from the arguments that Lightning's W&B logger passes to `wandb.init`.
 
-    wandb warns that this setting is deprecated whenever it is passed, and Lightning passes it even if the user did not.
+    wandb warns that this setting is deprecated, and Lightning passes it even if the user has not set it.
     """
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and compat.wandb_arguments(logger).get("anonymous", "") is None:
@@ -301,21 +297,21 @@ def without_anonymous(trainer: Trainer) -> None:
 
 
 def prepare_trainer(trainer: Trainer) -> None:
-    """Set up Lightning's callbacks to act when a new metric is available. Idempotent; called for every fit."""
+    """Set up Lightning's callbacks to act when there is a new metric. Called for every fit; idempotent."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.log_every_n_steps == LOG_EVERY:  # type: ignore[attr-defined]
         trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
     trainer.num_sanity_val_steps = 0
-    # Lightning warns that a metric may be of older weights than the checkpoint. Here the metrics are measured on
+    # Lightning warns that a metric may belong to older weights than the checkpoint. Here metrics are measured on
     # exactly the weights that are saved.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
     # Lightning's data loop uses a deprecated function of torch.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
     if evaluation_of(trainer) is not None:
-        # Keep Lightning from validating by itself: `Evaluate` runs the validation loop, and callbacks act after that.
+        # Lightning must not validate by itself: `Evaluate` runs the validation loop, after which callbacks act.
         trainer.check_val_every_n_epoch = NEVER
     else:
-        trainer.limit_val_batches = 0  # otherwise Lightning would validate once at the end
+        trainer.limit_val_batches = 0  # otherwise Lightning validates once at the end
     for callback in monitoring(trainer):
         if str(callback.monitor).startswith("train/"):
             _at_every_step(callback)
@@ -330,7 +326,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 
 
 def _at_every_step(callback: Any) -> None:
-    """Let a callback act in its end-of-epoch hook, which `StepHooks` calls after each step; keep a user's choice."""
+    """Let a callback act in its end-of-epoch hook, which `StepHooks` calls after each step."""
     if isinstance(callback, EarlyStopping):
         compat.stop_at_epoch_end(callback)
     if isinstance(callback, ModelCheckpoint):
@@ -338,7 +334,7 @@ def _at_every_step(callback: Any) -> None:
 
 
 def count_from(trainer: Trainer, steps: int) -> None:
-    """Set a new Trainer's step counter, which starts at zero, to `steps`: `max_steps` and callbacks count all steps."""
+    """Set a new Trainer's step counter to `steps`, so that `max_steps` and callbacks count all steps of the run."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
     total.ready = total.completed = max(total.completed, steps)
@@ -346,10 +342,10 @@ def count_from(trainer: Trainer, steps: int) -> None:
 
 
 class ParameterSummary(ModelSummary):
-    """Lightning's table of the module's parts, without FLOPs and without counts of modules in train mode.
+    """Lightning's table of the module's parts, without FLOPs, and without numbers of modules in train mode.
 
-    Lightning measures FLOPs on an example input. Our module has no example input, so Lightning would print 0 for each
-    part; the metric `compute/flops` has the run's FLOPs. Modes are not shown because they alternate in training.
+    Lightning measures FLOPs on an example input. Our module has none, so Lightning would print 0 for each part; the
+    metric `compute/flops` has the run's FLOPs. Modes are left out because they alternate during training.
     """
 
     @staticmethod
@@ -362,7 +358,7 @@ class ParameterSummary(ModelSummary):
         total_flops: int,
         **summarize_kwargs: Any,
     ) -> None:
-        """Log Lightning's table without FLOPs (a row and a column) and without the rows that count modules by mode."""
+        """Log Lightning's table without FLOPs (a row and a column), and without the rows that count modules by mode."""
         columns = [column for column in summary_data if column[0] != "FLOPs"]
         table = _format_summary_table(
             total_parameters, trainable_parameters, model_size, total_training_modes, total_flops, *columns
@@ -372,9 +368,9 @@ class ParameterSummary(ModelSummary):
 
 
 class StepHooks(Callback):
-    """Calls, after every optimizer step, the EarlyStopping and ModelCheckpoint callbacks that monitor `train/...`.
+    """Callback that calls, after every optimizer step, the EarlyStopping and ModelCheckpoint that monitor `train/...`.
 
-    At the end of Lightning's epoch these callbacks are disabled, because they have already acted on the last step.
+    At the end of Lightning's epoch those are disabled, because they have already acted on the last step.
     """
 
     def __init__(self) -> None:
@@ -382,13 +378,13 @@ class StepHooks(Callback):
         self._until_first_step: list[EarlyStopping] = []  # callbacks whose `strict` is switched off
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check optimizer and checkpoint before another callback writes anything."""
+        """Check optimizer and checkpoint before other callbacks write anything."""
         pl_module.updates.check_configured(pl_module, trainer)
         pl_module.continuation.require_checkpoint_after_failure(trainer.ckpt_path)
         pl_module.ranks.share(lambda: _check_mechanisms(trainer, pl_module.mechanism.axes))
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Let EarlyStopping accept that a user's metric is missing before the first step."""
+        """Let EarlyStopping accept that a metric of the user's is missing before the first step."""
         if trainer.global_step > 0:
             return
         for callback in monitoring(trainer):
@@ -400,12 +396,12 @@ class StepHooks(Callback):
                 self._until_first_step.append(callback)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Make EarlyStopping strict again: from now on a missing metric is an error."""
+        """Make EarlyStopping strict again: from now on, a missing metric is an error."""
         while self._until_first_step:
             self._until_first_step.pop().strict = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Disable, for the end of Lightning's epoch, callbacks that monitor `train/...`: they have acted already."""
+        """Disable callbacks that monitor `train/...` at the end of Lightning's epoch: they have already acted."""
         for callback in monitoring(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):
@@ -413,17 +409,17 @@ class StepHooks(Callback):
                     setattr(callback, flag, False)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Re-enable the callbacks that `on_train_epoch_end` disabled."""
+        """Enable the callbacks again that `on_train_epoch_end` has disabled."""
         for callback, flag in self._disabled:
             setattr(callback, flag, True)
         self._disabled.clear()
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Notify the module of the error, since its state may be inconsistent."""
+        """Tell the module about the error, because its state may now be inconsistent."""
         pl_module.failed(exception)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call the end-of-epoch hooks of the callbacks that monitor `train/...`."""
+        """Call the end-of-epoch hooks of callbacks that monitor `train/...`."""
         for callback in monitoring(trainer):
             if str(callback.monitor).startswith("train/"):
                 callback.on_train_epoch_end(trainer, pl_module)
@@ -432,9 +428,9 @@ class StepHooks(Callback):
 def warn_of_pytorch_lightning() -> None:
     """Log a warning if `pytorch_lightning` is imported, because its Trainers and callbacks cannot be used.
 
-    The packages `pytorch_lightning` and `lightning.pytorch` are copies of each other with unrelated classes. A Trainer
-    of `pytorch_lightning` raises a TypeError (ScaleRL is not a subclass of its LightningModule) before it calls any of
-    our hooks.
+    The packages `pytorch_lightning` and `lightning.pytorch` are copies of each other, but their classes are unrelated.
+    A Trainer of `pytorch_lightning` raises a TypeError (ScaleRL is not a subclass of its LightningModule) before it
+    calls any of our hooks.
     """
     if "pytorch_lightning" in sys.modules:
         logging.getLogger(__name__).warning(

@@ -22,7 +22,6 @@ def completion_command(options: argparse.Namespace) -> None:
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """Return the argument parsers of all subcommands."""
     return [
         subparser
         for action in parser._actions

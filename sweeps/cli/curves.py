@@ -1,7 +1,7 @@
-"""Common steps of all commands about curves: check the options, read the sources, fit every recipe once.
+"""Common steps of commands about curves: check the options, read the sources, fit each recipe once.
 
-Sources are read before modules that fit, rank or draw are imported, so that an error in a file is reported at once.
-Commands call `sweeps.fit` only through this module, and compute their results from the fits that it returns.
+Sources are read before modules are imported that fit, rank or draw, so that an error in a file is reported at once.
+Commands call `sweeps.fit` only through this module, and compute their results from its fits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_window(options: argparse.Namespace) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that the output file can be written, without leaving new files or folders.
+    """Check that an output file can be written. No new file or folder is left behind.
 
     Raises:
         UserError: the file cannot be written.
@@ -50,7 +50,7 @@ def check_writable(path: Path) -> None:
     new_folders: list[Path] = []
     try:
         if path.exists():
-            if path.is_dir() or path.is_file():  # not a pipe, which can be opened only once, for the output
+            if path.is_dir() or path.is_file():  # a pipe must not be opened here, because it can be opened only once
                 path.open("ab").close()
             return
         new_folders = [folder for folder in path.parents if not folder.exists()]
@@ -66,10 +66,10 @@ def check_writable(path: Path) -> None:
 
 
 def check_figure(options: argparse.Namespace) -> Path | None:
-    """Check that the figure of `-o` has a known format and can be written; return its path, None without `-o`.
+    """Check that the figure of `-o` has a known format and can be written. Return its path; None without `-o`.
 
     Raises:
-        UserError: an unknown format, or a path that cannot be written.
+        UserError: the format is unknown, or the path cannot be written.
     """
     if options.output is None:
         return None
@@ -104,8 +104,8 @@ def load_sources(
 
     Args:
         options: options of the command.
-        x, metric: compute axis and reward to read in place of `--x` and `--metric`; None to use these options.
-        read: reads a journal.
+        x, metric: compute axis and reward to read; None for those of `--x` and `--metric`.
+        read: function that reads a journal.
     """
     factors = [name for name in (options.size, *options.group) if name is not None]
     return load(
@@ -124,9 +124,9 @@ def load_sources(
 
 
 def source_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the command line arguments for the same sources, the same way to read and fit them, and the same margin.
+    """Return command line arguments that give the same sources, read and fitted in the same way, and the same margin.
 
-    `--size` becomes `--group`, which splits the points into the same curves, but does not compare model sizes.
+    `--size` becomes `--group`, which makes the same curves but does not compare model sizes.
     """
     words = [*options.sources]
     for name in ("metric", "x", "y", "by", "seed_from", "r0", "min_compute", "max_compute", "margin"):
@@ -141,7 +141,7 @@ def source_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def read_study(options: argparse.Namespace) -> LoadedStudy:
-    """Check the compute window, read the sources, and print how sources of other programs were interpreted."""
+    """Check the compute window, read the sources, and print how sources of other programs were read."""
     check_window(options)
     study = load_sources(options)
     for line in study.shown:
@@ -150,7 +150,7 @@ def read_study(options: argparse.Namespace) -> LoadedStudy:
 
 
 def fit_all(curves: Sequence[Curve], options: argparse.Namespace, workers: int | None = None) -> list[Fit]:
-    """Fit every curve with the method of the options; `workers` is the number of processes, None for all cores."""
+    """Fit every curve with the method of the options. `workers` is the number of processes; None for all cores."""
     if getattr(options, "method", "posterior") == METHOD:
         from sweeps.fit.published import fit_literal
 
@@ -179,7 +179,7 @@ def read_and_fit(options: argparse.Namespace) -> tuple[LoadedStudy, list[Fit]]:
 
 
 def compared_at_k(options: argparse.Namespace, study: LoadedStudy, ranking: Ranking) -> AtK | None:
-    """Compare the ranking with the ranking by pass@k; None unless all runs have several completions per prompt."""
+    """Compare the ranking with that by pass@k; None unless all runs have several completions per prompt."""
     from sweeps.decide.at_k import study_at_k
 
     return study_at_k(study, ranking, lambda curves: fit_all(curves, options))
@@ -209,11 +209,11 @@ def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal |
     """Compare recipes over a study's evaluation sets.
 
     Returns:
-        Two results. First, the signal to noise of each set; None if there are no curves by set. Second, the comparison
-        over all sets of `--sets` together; None without that option.
+        The signal to noise of each set (None if there are no curves by set), and the comparison over all sets of
+        `--sets` together (None without that option).
 
     Raises:
-        UserError: `--sets` names a missing set.
+        UserError: a set of `--sets` is missing.
     """
     from sweeps.decide.aggregate import aggregate
     from sweeps.decide.signal import signal_to_noise
@@ -222,14 +222,14 @@ def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal |
 
     factors = [name for name in (options.size, *options.group) if name is not None]
     curves = curves_by_set(study.runs, study.curves[0].axis, factors) if study.runs else []
-    if options.sets is not None and not study.runs:  # sets of other programs' logs are read only on request
+    if options.sets is not None and not study.runs:  # sets in logs of other programs are read only on request
         curves = load_sources(options, metric=ALL).curves
     signal = signal_to_noise(curves) if curves else None
     return signal, None if options.sets is None else aggregate(curves, set_names(options))
 
 
 def margin(options: argparse.Namespace) -> float | None:
-    """Return `--margin`, else the margin with which the only source was launched; None if neither is known."""
+    """Return `--margin`, else the margin with which the only source was launched; None if neither is given."""
     if options.margin is not None or len(options.sources) != 1:
         given: float | None = options.margin
         return given

@@ -1,7 +1,7 @@
 """Commands that decide between recipes: rank, plan, compare, decide, effects, race.
 
-Each command reads and fits (`sweeps.cli.curves`), lets `sweeps.decide` compute one result, and prints it as JSON or as
-text made by `sweeps.report`. `decide` reads final values and fits nothing.
+Each command reads and fits (`sweeps.cli.curves`), computes its result with `sweeps.decide`, and prints it as JSON, or
+as text made by `sweeps.report`. `decide` reads final values and fits nothing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def rank_json(ranking: Ranking, *others: AsJson | None) -> dict[str, Any]:
 
     Args:
         ranking: the ranking.
-        others: results by axis, for pass@k, signal to noise, and over sets, in this order; None for a missing result.
+        others: results by axis, for pass@k, of signal to noise, and over sets, in this order; None for a missing one.
     """
     names = ("by_axis", "pass_at_k", "signal", "sets")
     return {
@@ -97,7 +97,6 @@ def rank_json(ranking: Ranking, *others: AsJson | None) -> dict[str, Any]:
 
 
 def _check_axes(options: argparse.Namespace) -> None:
-    """Check `--axes`, `--rate` and the compute window against each other before any data are read."""
     if options.axes is None and options.rate is not None:
         raise UserError(f"--rate {options.rate:g}: a price of device hours, for --axes")
     if options.rate is not None and not 0 < options.rate < float("inf"):
@@ -107,7 +106,6 @@ def _check_axes(options: argparse.Namespace) -> None:
 
 
 def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
-    """Return the compute axes to rank along; None if `--axes` was not given."""
     from sweeps.source.journals import axes_of
 
     if options.axes is None:
@@ -120,7 +118,7 @@ def _axes(options: argparse.Namespace, study: LoadedStudy) -> list[str] | None:
 
 
 def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fit]) -> ByAxis:
-    """Rank along every axis. `fits` are reused for the axis that they are on; the other axes are fitted here."""
+    """Rank along every axis. `fits` are used for the axis that they are on; other axes are fitted here."""
     from sweeps.decide.by_axis import by_axis
 
     own = fits[0].curve.axis
@@ -131,7 +129,7 @@ def _by_axis(options: argparse.Namespace, axes: Sequence[str], fits: Sequence[Fi
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the next runs, the compute for a target or within a budget, or a study's design (`scalerl plan`)."""
+    """Print next runs, the compute for a target, the use of a budget, or a study's design (`scalerl plan`)."""
     if options.design is not None:
         _design(options)
         return
@@ -159,7 +157,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
-    """Make a plan with the command's options; return it, and the command of each next step (None if unknown)."""
+    """Make a plan with the command's options. Return it with the command of each next step (None if unknown)."""
     from sweeps.decide.plan import Factors, make_plan
     from sweeps.launch.resume_command import command
 
@@ -187,7 +185,7 @@ def plan_json(plan: Plan, commands: Sequence[str | None]) -> dict[str, Any]:
 
 
 def _design(options: argparse.Namespace) -> None:
-    """Replace this process by `scalerl train --multirun` with `launch.design` set, which only prints the cost."""
+    """Replace this process with `scalerl train --multirun`, where `launch.design` makes it only print the cost."""
     from sweeps.cli.study_commands import train_command
     from sweeps.launch.resume_command import quoted
 
@@ -202,7 +200,7 @@ def _design(options: argparse.Namespace) -> None:
 
 
 def compare_command(options: argparse.Namespace) -> None:
-    """Print differences of pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
+    """Print differences between pairs of recipes in reward, asymptote and compute (`scalerl compare`)."""
     options.sources, named = _sources_and_recipes(options.sources)
     study, fits = read_and_fit(options)
     from sweeps.report.comparison_text import comparisons_text
@@ -238,7 +236,7 @@ def compared(
 
 
 def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into sources and up to two recipes after them, which are neither sources nor URLs."""
+    """Split arguments into sources and, at the end, up to two recipes: words that are neither sources nor URLs."""
     sources = list(words)
     named: list[str] = []
     while len(sources) > 1 and len(named) < 2 and _is_recipe(sources[-1]):
@@ -247,7 +245,7 @@ def _sources_and_recipes(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_recipe(word: str) -> bool:
-    # Do not test whether a folder exists: one without runs may have the name of a recipe.
+    # Whether a folder exists is not tested, because one without runs may have a recipe's name.
     return not Place(word).is_known and "://" not in word
 
 
@@ -267,7 +265,7 @@ def _pairs(named: Sequence[str], fits: Sequence[Fit]) -> list[tuple[str, str]]:
         raise UserError(f"{named[0]}: no source with runs, and no such recipe; the sources have {', '.join(recipes)}")
     if len(recipes) < 2:
         raise UserError(f"{recipes[0]}: the only recipe; give a source with another one to compare it with")
-    # A recipe without a forecast is an error only if it is named, or if it leaves nothing to compare.
+    # A recipe without a forecast is an error only if it was named, or if nothing is left to compare.
     comparable = [fit.recipe for fit in fits if why_incomparable(fit) is None]
     against = named[0] if named else baseline_of(fits) or recipes[0]
     if not named and against not in comparable:
@@ -308,7 +306,7 @@ def effects_command(options: argparse.Namespace) -> None:
     from sweeps.decide.effects import effects
 
     grid = effects(fits, options.interaction)
-    notes = grid.notes if grid.effects else ()  # without effects the notes are the answer, and are printed below
+    notes = grid.notes if grid.effects else ()  # if there are no effects, the notes are the result, printed below
     warn([*notes, *(f"{recipe}: has no usable fit; left out" for recipe in grid.left_out)])
     if figure is not None:
         if not grid.effects:
@@ -326,7 +324,7 @@ def effects_command(options: argparse.Namespace) -> None:
 
 
 def race_command(options: argparse.Namespace) -> None:
-    """Replay a race over the sources: print which recipes need not run to the budget (`scalerl race`)."""
+    """Replay a race over the sources, and print which recipes need not run to the budget (`scalerl race`)."""
     from sweeps.decide.rules import Rules
 
     rules = Rules(

@@ -1,4 +1,4 @@
-"""Show the design of a study before it runs: cost, and the differences it can resolve (`scalerl plan --design`)."""
+"""Show a planned study: its cost, and the differences between recipes that it can detect (`scalerl plan --design`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ FORMS = ("text", "json")
 
 
 def show_design(launch: Launch, form: object, like: str | None, margin: float | None) -> None:
-    """Print the cost of a planned study; if an earlier study is given, also the differences that it can resolve.
+    """Print the cost of a planned study and, with an earlier study, the differences that it can detect.
 
     Args:
         launch: the cost of the planned study.
-        form: one of `FORMS`.
-        like: earlier study whose fits predict which differences can be resolved; None without one.
-        margin: recipes within this distance count as equal, in reward units.
+        form: format, one of `FORMS`.
+        like: earlier study whose fits predict which differences can be detected; None if there is none.
+        margin: recipes whose rewards differ by at most this count as equal.
 
     Raises:
-        UserError: an unknown form, or an earlier study that cannot be read.
+        UserError: the format is unknown, or the earlier study cannot be read.
     """
     if form not in FORMS:
         raise UserError(f"launch.design: {form!r} is none of {', '.join(FORMS)}, null")

@@ -1,4 +1,4 @@
-"""Command `scalerl fit`: fit curves, with verdicts, other families and sensitivity refits."""
+"""Command `scalerl fit`: fit curves, with verdicts, other families of curves, and sensitivity refits."""
 
 from __future__ import annotations
 

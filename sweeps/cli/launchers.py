@@ -1,7 +1,7 @@
-"""Hydra launchers: run a `--multirun` grid as a study, on this machine, in this process, or on a cluster.
+"""Hydra launchers. They run a `--multirun` grid as a study: on this machine, in this process, or on a cluster.
 
-All members are composed, checked and identified before the first member starts. If the same sweep was launched before,
-its finished members are not run again, its jobs on a cluster are followed, and all others resume from checkpoints.
+All members are composed, checked and identified before the first of them starts. If the same grid was launched before,
+finished members are not run again, jobs on a cluster are followed, and all other members resume from checkpoints.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from sweeps.search.deciders import decider_of
 from sweeps.search.settings import Axis, RaceSettings, SearchSettings
 
 _COMPOSED_EARLY = 4  # number of members that are composed before slow imports
-STOCK = "submitit_slurm"  # name of Hydra's standard launcher for SLURM, whose keys have the same meaning here
+STOCK = "submitit_slurm"  # name of Hydra's own launcher for SLURM, whose keys mean the same here
 _NOT_BEGUN = "As far as is known, nothing of this launch was submitted. The same command continues it."
-SEARCH_JOBS = 8  # parallel trials of a search on a cluster
+SEARCH_JOBS = 8  # number of parallel trials of a search on a cluster
 
 
 def gpu_here() -> bool:
-    """Return whether this machine has an NVIDIA GPU that is not hidden, by device files and environment only."""
+    """Return whether this machine has an NVIDIA GPU that is not hidden, judged by device files and environment."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -52,15 +52,15 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     """Launcher that runs a grid as a study on this machine.
 
     Args:
-        planner: `module:function` that makes checked run specs from override lists and the user's folders.
-        entry: `module:function` that runs one member, given its directory.
-        preload: modules imported once for all members.
+        planner: `module:function` that makes checked run specs from lists of overrides and the user's folders.
+        entry: `module:function` that runs one member, given the member's folder.
+        preload: modules that are imported once for all members.
         settings: further settings of the launcher.
 
     Attributes:
-        files: texts of files that a sweeper stores with the study, by path. They are written when the launch is
-            accepted (members checked, the study's lease held, the first members submitted), so that a refused launch
-            changes nothing.
+        files: texts of files, by path, that a sweeper stores with the study. They are written when the launch is
+            accepted (members checked, the study's lease held, the first members submitted). A refused launch changes
+            nothing.
     """
 
     kind = "local"
@@ -82,7 +82,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context and MLflow's full address, whose login is removed in members' stored configurations."""
+        """Store Hydra's context and MLflow's full address. In stored configurations its login is masked."""
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")
@@ -90,8 +90,8 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             self._translation_note = f"hydra/launcher={STOCK} is treated as cluster=slurm"
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
-        """Make the launch settings from the members' common configuration and the launcher's own settings."""
-        # Imported late because it needs NumPy, and Hydra imports this module at every start.
+        """Make the launch settings from the members' common configuration and the launcher's settings."""
+        # Imported here, because it needs NumPy, and Hydra imports this module at every start.
         from sweeps.curve import default_axis
 
         return LaunchSettings(
@@ -114,16 +114,16 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return dict(settings.__dict__) if settings.mode != "none" else {}
 
     def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members in another process, so that this one does not import torch and Lightning."""
+        """Compose and check the members in another process, so that this one does not import torch."""
         if self._shared:
             self._compose_some(override_lists)
         return plan_apart(self._planner, override_lists, self._folders, self._shared)
 
     def _compose_some(self, override_lists: Sequence[Sequence[str]]) -> None:
-        """Compose some members here, so that Hydra reports a wrong key or choice before the planner's slow imports.
+        """Compose some members here, so that a wrong key or choice is reported before the planner's slow imports.
 
         Composing takes a third of a second, the imports a dozen seconds. Only the first few members with new overrides
-        are composed here; the planner composes all members.
+        are composed here. The planner composes all members.
         """
         seen: set[str] = set()
         tried = 0
@@ -134,19 +134,19 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             seen.update(words)
 
     def _search_planner(self) -> AbstractContextManager[Callable[[Sequence[Sequence[str]]], list[RunSpec]]]:
-        """Return a planner whose process stays alive during a search: its imports take longer than some trials."""
+        """Return a planner that lives as long as the search, because its imports take longer than some trials."""
         return Planner(self._planner, self._folders, self._shared)
 
     @property
     def _shared(self) -> tuple[str, ...] | None:
-        """Modules preloaded for planner and members; None if members are not forked on this machine."""
+        """Modules that the planner and the members share; None if members are not forked on this machine."""
         return self._preload
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Plan and check the grid, then run the members that are not finished.
+        """Plan and check the grid, then run all members that are not finished.
 
         Raises:
-            UserError: a member cannot run; no member was started.
+            UserError: a member cannot run. No member was started.
             MemberFailedError: a member failed; raised after all members have ended.
         """
         # Leave `cluster=...` out, because the cluster is not part of a member's identity.
@@ -168,7 +168,6 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         return [_job_return(spec, overrides) for spec, overrides in zip(specs, job_overrides, strict=True)]
 
     def _count_adopted(self, study: Study) -> None:
-        """Replace members by the adopted runs with the same values."""
         if not any(state.adopted for state in study.ledger.fold().values()):
             return
         from sweeps.launch.adopted import count_adopted
@@ -177,11 +176,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         self._preface = [*self._preface, *notes]
 
     def _check_ranks(self, specs: Sequence[RunSpec]) -> None:
-        """Check that members with several ranks are launched where ranks can be started.
-
-        Raises:
-            UserError: a member asks for several ranks, but members on this machine are single processes.
-        """
+        """Raise UserError if a member needs several ranks, but members here are single processes."""
         for spec in specs:
             nodes, ranks = spec.layout or (1, 1)
             if nodes * ranks > 1 and not self.starts_ranks:
@@ -192,7 +187,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
                 )
 
     def _check_cost(self, specs: Sequence[RunSpec], directory: Path, settings: Mapping[str, Any]) -> bool:
-        """Check `launch.max_device_hours`. With `launch.design`, print the design and return True: nothing is launched.
+        """Check `launch.max_device_hours`. With `launch.design`, print the design and return True: do not launch.
 
         Raises:
             UserError: the launch takes more device hours than allowed, or a setting is invalid.
@@ -204,7 +199,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
-            # Printed only when the launch is accepted, so that a refusal prints a single line.
+            # Printed when the launch is accepted, so that a refused launch prints only one line.
             cautions = dict.fromkeys(line for spec in specs for line in spec.cautions)
             takes = launch.sentences(show_unknown=settings.get("rate") is not None)
             self._preface = [*takes, *cautions] if launch.left else takes
@@ -221,21 +216,21 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         settings: Mapping[str, Any],
         sampler: Callable[[int], Any],
     ) -> None:
-        """Search a space: the sampler proposes a member whenever a slot is free.
+        """Search a space: whenever a slot is free, the sampler proposes a member.
 
         Args:
             base: overrides that all trials share.
             space: axes to search.
-            settings: values for `SearchSettings`; `n_jobs` may be None for a default.
+            settings: values for `SearchSettings`. If `n_jobs` is None, a default is used.
             sampler: makes Optuna's sampler from a seed.
 
         Raises:
             UserError: as for `launch`, or a setting is out of range.
-            MemberFailedError: trials failed and none finished; raised after all have ended.
+            MemberFailedError: trials failed, and none finished; raised after all have ended.
         """
         lists = [[each for each in base if not each.startswith("cluster=")]]
-        # Trials set the values that the file leaves open (`???`). To check the other settings before the search, plan a
-        # member with the first value of each open axis.
+        # Trials set the values that the file leaves open (`???`). To check all other settings before the search, plan
+        # one member with the first value of each open axis.
         open_axes = [axis for axis in space if _is_open(self._config, axis.key)]
         (spec,) = self.plan_members([[*lists[0], *(axis.first for axis in open_axes)]])
         self._check_ranks([spec])
@@ -258,7 +253,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
 
         find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
-            count_adopted(directory, [spec], _measured)  # raises if trials would measure compute in another way
+            count_adopted(directory, [spec], _measured)  # raises if trials measure compute in another way
             find = partial(find_substitutes, directory, measurement_of=_measured)
         with self._search_planner() as planner:
             search = Search(
@@ -281,9 +276,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         print(search.trials.sentence(), file=sys.stderr)
 
     def _run(self, study: Study, plan: LaunchSettings, search: Decider | None = None) -> dict[str, MemberState]:
-        """Prepare the launch and run it; show the results of a finished study, unless it is a search."""
+        """Prepare and run the launch. Show the results of a finished study, unless it is a search."""
         prepared: Controller | None = None
-        # Store the settings, which a later process needs to continue the study.
+        # A later process needs the settings to continue the study.
         files = {study.directory / LAUNCH_FILE: plan.text(), **self.files}
         try:
             decider = search or decider_of(study, plan)
@@ -305,7 +300,7 @@ class ClusterStudyLauncher(StudyLauncher):
     """Launcher that runs a grid as a study on a cluster.
 
     Args:
-        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`; needed unless the class sets it.
+        kind: kind of cluster, one of `sweeps.executor.clusters.CLUSTERS`; required unless the class sets it.
         detach: whether to return when everything is submitted.
         retries: number of attempts after the first, by kind of failure.
         arguments: arguments of `StudyLauncher`, and settings of the cluster's jobs.
@@ -315,10 +310,10 @@ class ClusterStudyLauncher(StudyLauncher):
     _shared = None
 
     def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Check access to the cluster, which is fast, then compose and check the members.
+        """Check access to the cluster, which is fast; then compose and check the members.
 
         Raises:
-            UserError: the cluster cannot be reached; for a design it need not be.
+            UserError: the cluster cannot be reached (not checked for a design, which needs no cluster).
         """
         if OmegaConf.select(self._config, "launch.design") is None:
             try:
@@ -328,7 +323,7 @@ class ClusterStudyLauncher(StudyLauncher):
         return super().plan_members(override_lists)
 
     def plan(self, config: Mapping[str, Any]) -> LaunchSettings:
-        """Make the launch settings with the jobs' resources and retries, checked before anything is submitted."""
+        """Make the launch settings, with resources and retries of the jobs, checked before anything is submitted."""
         from sweeps.curve import default_axis
 
         job_settings = {key: value for key, value in self._settings.items() if key not in ("detach", "retries")}
@@ -342,13 +337,13 @@ class ClusterStudyLauncher(StudyLauncher):
 
 
 class DebugStudyLauncher(StudyLauncher):
-    """Launcher that runs a grid as a study in this process, one member after the other, for a debugger."""
+    """Launcher that runs a grid as a study in this process, one member after the other, for debugging."""
 
     kind = "debug"
     _shared = None
 
     def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Compose and check the members in this process, so that a debugger can step through it."""
+        """Compose and check the members in this process, so that a debugger can step into it."""
         specs: list[RunSpec] = load_entry(self._planner)(override_lists, self._folders)
         return specs
 
@@ -357,7 +352,7 @@ class DebugStudyLauncher(StudyLauncher):
 
 
 def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]:
-    """Return a warning in a list if a race will pause members whose commands cannot resume; else an empty list."""
+    """Return a warning, in a list, if a race will pause members whose commands cannot resume; else an empty list."""
     specs = [spec for spec in specs if "adopted" not in spec.config]  # adopted runs never run here
     lost = [spec for spec in specs if (spec.config.get("command") or {}).get("resume", {}).get("anew")]
     at_once = not plan.outlives and plan.max_parallel >= len(specs)
@@ -371,7 +366,7 @@ def _pause_warnings(specs: Sequence[RunSpec], plan: LaunchSettings) -> list[str]
 
 
 def _axis(config: Mapping[str, Any]) -> str | None:
-    """Return the compute axis of members that are commands; None for this project's own members."""
+    """Return the compute axis of members that run another trainer's command; None for our own members."""
     if "command" not in config:
         return None
     from sweeps.command.compute import AXIS_OF
@@ -380,7 +375,7 @@ def _axis(config: Mapping[str, Any]) -> str | None:
 
 
 def _measured(spec: RunSpec) -> tuple[str, str, str]:
-    """Return a command member's compute axis, a description of how compute is measured, and the reward's metric."""
+    """Return a command member's compute axis, description of measured compute, and reward metric."""
     from sweeps.command.settings import command_of
 
     command = command_of(spec.config, "", spec.run)
@@ -395,11 +390,7 @@ def _is_open(config: DictConfig, key: str) -> bool:
 
 
 def _margin(value: Any) -> float | None:
-    """Return the checked `launch.margin`; None for the default.
-
-    Raises:
-        UserError: the value is not a positive number.
-    """
+    """Return `launch.margin`, None for the rankings' default. Raises UserError if it is not a positive number."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -408,7 +399,6 @@ def _margin(value: Any) -> float | None:
 
 
 def _detached_note(study: Study) -> str:
-    """Return a note on how to follow a study whose jobs continue without this process."""
     return (
         f"The jobs continue without this process. To see their state:\n    scalerl status {study.directory}\n"
         f"To collect results and submit what is left:\n    scalerl collect {study.directory}"

@@ -1,10 +1,10 @@
 """Entry point and argument parser of the console script `scalerl`.
 
 Exit codes: 0 for success, even if the data do not decide between recipes; 1 for a failure, with one line on the problem
-and the remedy; 2 for wrong usage; 130 if interrupted by Ctrl-C.
+and the remedy; 2 for wrong usage; 130 after Ctrl-C.
 
-This module imports little. Each command's modules are imported when the command runs, so that help, a typing error and
-a missing file are answered at once. tests/sweeps/cli/test_quick.py checks the imports.
+This module imports little. A command's modules are imported when the command runs, so that help, and errors such as a
+mistyped option or a missing file, come at once. tests/sweeps/cli/test_quick.py checks the imports.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sweeps.threads import multiply_on_one_thread
 if TYPE_CHECKING:
     from sweeps.fit.points import R0Mode
 
-# Function that runs a command and returns its exit code, None for success.
+# Function that runs a command, and returns its exit code; None means success.
 Handler = Callable[[argparse.Namespace], int | None]
-# Function that adds a command, given its name, handler, summary and example.
+# Function that adds a command to the parser, given the command's name, handler, summary and example.
 Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
 # Modules of commands that fit and decide, but start no members.
 _CALCULATING_MODULES = ("fitting_commands", "deciding_commands", "showing_commands")
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code for `sys.exit`."""
     open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Hydra's own options (--multirun, --cfg) must arrive untouched, so argparse does not see them. The help of `train`
-    # lists the configuration groups, which only Hydra knows.
+    # Hydra's own options (--multirun, --cfg) must reach Hydra unchanged, so argparse does not see them. The help of
+    # `train` lists the configuration groups, which only Hydra knows.
     if arguments[:1] == ["train"]:
         options = argparse.Namespace(handler=lambda options: train_command(options.overrides), overrides=arguments[1:])
     else:
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
             parser.error(_unknown_command(arguments[0], names))
         options, left = parser.parse_known_args(_join_seed_pattern(arguments) or ["--help"])
-        # argparse takes sources from one place of the command line only. Sources after an option, such as RECIPE in
-        # `SOURCE --bounds 0 3 RECIPE`, are left over.
+        # argparse takes sources from one place in the command line only. Sources after an option are left over, such as
+        # RECIPE in `SOURCE --bounds 0 3 RECIPE`.
         if left and (
             not isinstance(getattr(options, "sources", None), list) or any(word.startswith("-") for word in left)
         ):
@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("scalerl: interrupted", file=sys.stderr)
-        return 130  # as shells report an end by SIGINT
+        return 130  # the exit code of shells after SIGINT
 
 
 def _join_seed_pattern(arguments: Sequence[str]) -> list[str]:
-    """Join `--seed-from` with a pattern that starts with a dash, such as `-s(\\d+)`, for argparse to accept it."""
+    """Join `--seed-from` with a pattern such as `-s(\\d+)`, which argparse would take for an option."""
     words: list[str] = []
     for word in arguments:
         if words and words[-1] == "--seed-from" and word.startswith("-") and "(" in word:
@@ -98,14 +98,13 @@ def _join_seed_pattern(arguments: Sequence[str]) -> list[str]:
 
 
 def _one_line_errors() -> tuple[type[Exception], ...]:
-    """Return the types of exceptions to report in one line. Only called after an error, because it imports modules."""
+    """Return the exception types that are reported in one line. It imports modules, so call it only after an error."""
     from sweeps.run.lease import LeaseLostError
 
     return (UserError, LeaseLostError)
 
 
 def _unknown_command(word: str, names: Collection[str]) -> str:
-    """Return the error message for an unknown command, with the most similar name."""
     from difflib import get_close_matches
 
     near = get_close_matches(word, names, n=1)
@@ -114,8 +113,6 @@ def _unknown_command(word: str, names: Collection[str]) -> str:
 
 
 def _lazy_handler(module: str, function: str) -> Handler:
-    """Return a handler that imports the command's module when it runs."""
-
     def handler(options: argparse.Namespace) -> int | None:
         if module in _CALCULATING_MODULES:
             multiply_on_one_thread()
@@ -131,7 +128,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    """Make the argument parser, and return it with the names of all commands."""
     parser = argparse.ArgumentParser(
         prog="scalerl",
         description="Run RL recipes, fit their reward over compute, and rank them with a stated certainty.",
@@ -153,7 +149,7 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
         added.set_defaults(handler=handler)
         return added
 
-    # This parser only serves help and completion: `main` passes the words of `train` to Hydra unchanged.
+    # This parser is only for help and completion: `main` passes the words of `train` to Hydra unchanged.
     train = command(
         "train",
         lambda options: train_command(options.overrides),
@@ -626,7 +622,7 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 
 def _add_source(parser: argparse.ArgumentParser, many: str = "+", more: str = "") -> None:
-    """Add the arguments for sources and fits; `many` is argparse's `nargs` of the sources, `more` ends their help."""
+    """Add the arguments for sources and fits. `many` is `nargs` of the sources, `more` the end of their help."""
     parser.add_argument(
         "sources",
         nargs=many,
@@ -777,7 +773,6 @@ def _number(text: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Parse a number; refuse NaN and infinity."""
     try:
         value = float(text)
     except ValueError:
@@ -788,7 +783,6 @@ def _finite(text: str) -> float:
 
 
 def _r0(text: str) -> R0Mode:
-    """Parse `first`, `free` or a reward as a number."""
     if text in ("first", "free"):
         return cast("R0Mode", text)
     try:

@@ -13,10 +13,10 @@ GIB = 2**30
 
 
 def memory_command(options: argparse.Namespace) -> int:
-    """Print the memory of a run by part and device; exit code 1 if it does not fit into `--gib`.
+    """Print the memory of a run by part and device; the exit code is 1 if it does not fit into `--gib`.
 
     Raises:
-        UserError: overrides that do not compose, or a model whose memory cannot be predicted.
+        UserError: the overrides do not compose, or the model's memory cannot be predicted.
     """
     require_training("scalerl memory")
     memory_of = load_entry("lightning_scalerl.member.memory:memory_of")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """Print a value as JSON to stdout and flush; with `indent=None` on one line.
+    """Print a value as JSON to stdout and flush it; with `indent=None` on one line.
 
-    Every command prints its `--json` here; the command's file in sweeps/schemas describes the format.
+    All commands print their `--json` here. The format is described by the command's file in sweeps/schemas.
 
     Raises:
         ValueError: a number is NaN or infinite.
@@ -31,13 +31,13 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def warn(notes: Sequence[str]) -> None:
-    """Print warnings to stderr, so that a pipe gets only the data."""
+    """Print warnings to stderr, so that stdout has only data."""
     for note in notes:
         print(f"warning: {one_line(note)}", file=sys.stderr)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: fitted to the terminal's width, with coloured states; in full if stdout is not a terminal."""
+    """Print a table. On a terminal it is fitted to the width and states are coloured; elsewhere it is complete."""
     if not on_screen(sys.stdout):
         print(table([column.name for column in columns], rows))
         return
@@ -51,7 +51,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def show_results(study: Path, tracking: str | None) -> None:
-    """Print a finished study's ranking, followed by the link to the chart in MLflow if it is tracked."""
+    """Print the ranking of a finished study and, if it is tracked, the link to its chart in MLflow."""
     if tracking:
         show_chart(study, tracking)
     else:
@@ -59,7 +59,7 @@ def show_results(study: Path, tracking: str | None) -> None:
 
 
 def show_chart(study: Path, tracking: str) -> None:
-    """Print the ranking, publish the chart in MLflow and print its link; or print why there is no chart yet."""
+    """Print the ranking, publish the chart in MLflow, and print its link; or print why there is no chart yet."""
     # MLflow is slow to import and optional.
     from sweeps.report.publish import publish
 
@@ -70,7 +70,7 @@ def show_chart(study: Path, tracking: str) -> None:
 
 
 def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
-    """Print the fits' warnings and the ranking; on a terminal as a table, with a figure and the report's command."""
+    """Print the fits' warnings and the ranking; on a terminal also a figure's path and the report's command."""
     from sweeps.fit.fit import warnings_of
 
     warn(warnings_of(fits))
@@ -94,10 +94,10 @@ def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
 
 
 def _figure(study: Path, fits: Sequence[Fit], ranking: Ranking) -> Path | None:
-    """Draw the study in one figure in its folder and return the path; None if it cannot be drawn or written."""
+    """Draw the study in one figure in its folder, and return the path; None if it cannot be drawn or written."""
     path = study / "report_overlay.png"
     try:
-        # Matplotlib takes a second to import.
+        # Imported here, because Matplotlib takes a second.
         from sweeps.report.drawing import write_figure
         from sweeps.report.overlay import overlay_figure
 
@@ -109,8 +109,8 @@ def _figure(study: Path, fits: Sequence[Fit], ranking: Ranking) -> Path | None:
 
 
 def show_ranking(study: Path) -> None:
-    """Fit a study and print its ranking; print a warning if it cannot be ranked yet."""
-    # Imported late because they need SciPy.
+    """Fit a study and print its ranking, or a warning if it cannot be ranked yet."""
+    # Imported here, because they need SciPy.
     from sweeps.decide.rank import rank
     from sweeps.fit.fit import fit_curves
     from sweeps.launch.settings import LaunchSettings
@@ -129,7 +129,7 @@ def show_ranking(study: Path) -> None:
 
 
 def _show_outcome(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
-    """Print the ranking on a terminal; elsewhere the study's folder, its outcome in one line, and the next commands."""
+    """Print the ranking. Without a terminal, print the study's folder, its outcome in one line, and next commands."""
     from sweeps.fit.fit import warnings_of
 
     if on_screen(sys.stderr):

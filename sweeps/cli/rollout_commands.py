@@ -17,7 +17,7 @@ from sweeps.run.rollouts import Group, read_groups, written
 from sweeps.run.spec import run_folder
 from sweeps.terminal import counted
 
-# Number of lines to show of a prompt and of a completion without --full.
+# Number of lines of a prompt, and of a completion, that are shown without --full.
 LINES = 6
 MARKS = {"abstain": "-", "error": "!"}
 Rollout = dict[str, Any]
@@ -40,7 +40,6 @@ def rollouts_command(options: argparse.Namespace) -> None:
 
 
 def _matching(group: Group, options: argparse.Namespace) -> list[Rollout]:
-    """Return the rollouts of a group that match the filters."""
     first, last = options.step or (0, None)
     wanted = (
         group["step"] >= first
@@ -61,7 +60,6 @@ def _matching(group: Group, options: argparse.Namespace) -> list[Rollout]:
 
 
 def _lines(group: Group, rollouts: Sequence[Rollout], width: int, max_lines: int | None) -> Iterator[str]:
-    """Yield the lines of a group for display: the prompt and the whole group's result, the answer, these rollouts."""
     count = len(group["rollouts"])
     scored = [rollout for rollout in group["rollouts"] if rollout["outcome"] == "score"]
     rate = f", {sum(rollout['correct'] for rollout in scored)} of {len(scored)} right" if scored else ""
@@ -87,7 +85,6 @@ def _lines(group: Group, rollouts: Sequence[Rollout], width: int, max_lines: int
 
 
 def _conversation_line(conversation: dict[str, Any]) -> str:
-    """Describe a conversation with an environment in one line."""
     name = f" with {conversation['environment']}" if conversation["environment"] else ""
     rewards = ", ".join(f"{reward:g}" for reward in conversation["rewards"])
     counts = "".join(f", {conversation[key]} {key}" for key in ("calls", "malformed", "raised") if conversation[key])
@@ -96,7 +93,7 @@ def _conversation_line(conversation: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int, max_lines: int | None) -> list[str]:
-    """Wrap a text to the width. If it has more than `max_lines`, keep the first lines and the last one (the answer)."""
+    """Wrap a text. If it has more than `max_lines` lines, keep the first ones, and the last one with the answer."""
     lines = [
         piece
         for line in text.splitlines() or [""]
@@ -108,7 +105,7 @@ def _wrapped(text: str, indent: str, width: int, max_lines: int | None) -> list[
 
 
 def rescore_command(options: argparse.Namespace) -> None:
-    """Grade a run's stored rollouts again and print rewards before and after (`scalerl rescore`)."""
+    """Grade a run's stored rollouts again, and print rewards before and after (`scalerl rescore`)."""
     run = run_folder(options.run)
     require_training("scalerl rescore")
     rescore = load_entry("lightning_scalerl.member.rescore:rescore_run")
@@ -141,11 +138,11 @@ def rescore_command(options: argparse.Namespace) -> None:
 
 
 def noise_command(options: argparse.Namespace) -> None:
-    """Repeat an evaluation at fixed weights and print its sampling error (`scalerl noise`)."""
+    """Repeat an evaluation with the same weights, and print its sampling error (`scalerl noise`)."""
     require_training("scalerl noise")
     noise = load_entry("lightning_scalerl.member.noise:measure_noise")
     words: Sequence[str] = options.overrides
-    # The task may be given by its name alone.
+    # The first word may be the name of a task alone.
     overrides = [f"task={word}" if number == 0 and "=" not in word else word for number, word in enumerate(words)]
     found: list[dict[str, Any]] = noise(options.model, overrides, options.repeats, options.trust)
     if options.json:

@@ -42,7 +42,7 @@ def report_command(options: argparse.Namespace) -> None:
     study = read_study(options)
     signal, aggregate = over_sets(options, study)
     fits = fit_study(options, study)
-    # Imported late, because Matplotlib takes a second.
+    # Imported here, because Matplotlib takes a second.
     from sweeps.decide.rank import rank
     from sweeps.report.drawing import not_in_font
     from sweeps.report.interactive import library
@@ -78,7 +78,6 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def _other_study(options: argparse.Namespace) -> OtherStudy:
-    """Load, fit and rank the study of `--beside` with the same options as the reported study."""
     from sweeps.decide.rank import rank
     from sweeps.report.page import OtherStudy
 
@@ -88,7 +87,7 @@ def _other_study(options: argparse.Namespace) -> OtherStudy:
 
 
 def watch_command(options: argparse.Namespace) -> None:
-    """Fit again as evaluations arrive, until interrupted: a live screen, or one line per snapshot (`scalerl watch`)."""
+    """Fit whenever evaluations arrive, until Ctrl-C: on a live screen, or one line per snapshot (`scalerl watch`)."""
     from sweeps.decide.watch import Watch, default_path, waiting
     from sweeps.run.tail import Tails
 
@@ -102,10 +101,10 @@ def watch_command(options: argparse.Namespace) -> None:
         watch_live(options, path)
         return
     noted: set[str] = set()
-    journals = Tails({"train": sys.maxsize})  # skip train records: only evaluations are fitted
+    journals = Tails({"train": sys.maxsize})  # do not store train records, because only evaluations are fitted
 
     def read() -> LoadedStudy:
-        """Load the sources; print each note about them once, not at every poll."""
+        """Load the sources. Each note about them is printed only once."""
         study = load_sources(options, read=journals)
         for note in (*(f"source: {line}" for line in study.shown), *(f"warning: {note}" for note in study.warnings)):
             if note not in noted:
@@ -128,7 +127,8 @@ def watch_command(options: argparse.Namespace) -> None:
                     last_warning = "no evaluation yet; waiting for the first"
                     warn([last_warning])
             except UserError as error:
-                # A source may be unreadable while it is rewritten; at the start an unreadable source is an error.
+                # A source may be unreadable while it is being rewritten. But at the start, an unreadable source is an
+                # error.
                 if options.once or not started:
                     raise
                 if str(error) != last_warning:
@@ -143,7 +143,7 @@ def watch_command(options: argparse.Namespace) -> None:
 
 
 def _print_news(news: News, as_json: bool) -> None:
-    """Print one snapshot on one line and flush, because stdout may be a pipe."""
+    """Print one snapshot in one line, and flush it, because stdout may be a pipe."""
     from sweeps.report.fit_text import snapshot_line
 
     if as_json:

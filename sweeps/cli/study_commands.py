@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from sweeps.executor.clusters import Scheduler
     from sweeps.launch.status import MemberView
 
-ROWS = 40  # maximum number of members in a table
+ROWS = 40  # largest number of members in a table
 STATUS = (
     Column("state"), Column("recipe", soft=True), Column("seed"), Column("step", 50), Column("pass rate", 70),
     Column("attempts", 110), Column("job", 100), Column("why", 70, soft=True),
 )  # fmt: skip
 SIDES = (Column("side"), Column("where", 60, soft=True), Column("state"), Column("idle"), Column("tokens/s"))
-SILENT_S = 60.0  # seconds without activity of a member after which `status` reports this
-FAILURES = 3  # number of members shown in detail: logs, sides, changes of code
+SILENT_S = 60.0  # seconds after which `status` reports that a member records no activity
+FAILURES = 3  # number of members that are shown in detail: logs, trainer and engines, changes of code
 
 
 def train_command(overrides: Sequence[str]) -> None:
-    """Replace this process by the training process (exec), which then gets the signals and sets the exit code.
+    """Replace this process with the training process (exec), so that it gets the signals and sets the exit code.
 
     Raises:
         UserError: the training packages are not installed (docs/guide/installation.md).
@@ -71,7 +71,7 @@ def status_command(options: argparse.Namespace) -> None:
 
 
 def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[str]]:
-    """Return the rows of the table `STATUS`, the most important members first; `limit` None for all members."""
+    """Return the rows of the table `STATUS`, the most important members first; with `limit` None, all members."""
     from sweeps.launch.status import STATES
 
     views = sorted(views, key=lambda view: STATES.index(view.state))
@@ -88,7 +88,6 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[st
 
 
 def _side_rows(view: MemberView) -> list[list[str]]:
-    """Return the rows of the table `SIDES`: trainer and engines of a member."""
     rows = []
     for side in view.sides:
         idle = "-" if side.idle is None else f"{side.idle:.0%}"
@@ -98,14 +97,14 @@ def _side_rows(view: MemberView) -> list[list[str]]:
 
 
 def silence(view: MemberView) -> str:
-    """Return a note on a running member that has shown no activity for `SILENT_S` seconds, else ""."""
+    """Return a note if a running member has recorded no activity for `SILENT_S` seconds; else ""."""
     if view.idle_s is None or view.idle_s < SILENT_S:
         return ""
     return f"no sign of life for {duration(view.idle_s)} (last activity: {view.doing})"
 
 
 def _scheduler(study: Path) -> Scheduler | None:
-    """Return the scheduler of the study's cluster; None without a cluster, or if it cannot be queried from here."""
+    """Return the scheduler of the study's cluster; None if there is none, or it cannot be queried from here."""
     from sweeps.launch.settings import LaunchSettings
 
     try:
@@ -116,7 +115,7 @@ def _scheduler(study: Path) -> Scheduler | None:
 
 
 def adopt_command(options: argparse.Namespace) -> None:
-    """Adopt other programs' runs into a study as members, and print the result for each (`scalerl adopt`)."""
+    """Adopt runs of other programs as members of a study, and print what became of each (`scalerl adopt`)."""
     from sweeps.launch.adoption import adopt
 
     done = adopt(
@@ -154,7 +153,7 @@ def adopt_command(options: argparse.Namespace) -> None:
 
 
 def clean_command(options: argparse.Namespace) -> None:
-    """List the removable files of a study with their sizes, and remove them with `--yes` (`scalerl clean`)."""
+    """List a study's removable files with their sizes; with `--yes` remove them (`scalerl clean`)."""
     from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
 
     study = Path(options.study)
@@ -200,7 +199,7 @@ def export_command(options: argparse.Namespace) -> None:
 
 
 def collect_command(options: argparse.Namespace) -> None:
-    """Continue a launched study: classify ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
+    """Continue a study: classify ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
     from sweeps.launch.ledger import LEDGER_FILE, ended_well
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
     from sweeps.launch.status import counts, overview
@@ -216,7 +215,7 @@ def collect_command(options: argparse.Namespace) -> None:
         if not plan.outlives and not options.wait:
             warn([f"{directory} runs on one machine; --wait continues its unfinished members"])
         else:
-            # A race continues only with --wait: its decisions need a process that keeps running.
+            # A race continues only with --wait, because its decisions need a process that keeps running.
             require_training("scalerl collect")
             if not options.trust:
                 check_study(study, plan)
@@ -224,7 +223,7 @@ def collect_command(options: argparse.Namespace) -> None:
             with prepare_study(study, plan, again=options.again, decider=decider) as prepared:
                 states = prepared.commit(detach=not options.wait)
     elif (directory / LEDGER_FILE).is_file():
-        # The study's controller died before the launch was accepted and its settings were written.
+        # The study's controller died before the launch was accepted and the settings were written.
         warn([f"{directory} has no {LAUNCH_FILE}; the command that launched it finds its jobs and continues them"])
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")

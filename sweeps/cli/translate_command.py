@@ -1,4 +1,4 @@
-"""Command `scalerl translate`: translate a recipe to the settings of another trainer."""
+"""Command `scalerl translate`: translate a recipe into settings of another trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sweeps.terminal import counted
 
 
 def translate_command(options: argparse.Namespace) -> None:
-    """Print or write a recipe in another trainer's format, with settings without a counterpart in comments.
+    """Print or write a recipe in another trainer's format. Settings without a counterpart become comments.
 
     Raises:
-        UserError: overrides that do not compose, or an unknown trainer.
+        UserError: the overrides do not compose, or the trainer is unknown.
     """
     translate = load_entry("lightning_scalerl.translate.command:translate")
     found = translate(options.overrides, options.to, options.config_dir)

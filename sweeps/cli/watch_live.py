@@ -1,4 +1,4 @@
-"""Live screen of `scalerl watch`: the main thread reads, `sweeps.decide.live_ranking` fits, and rich draws."""
+"""Live screen of `scalerl watch`. The main thread reads, `sweeps.decide.live_ranking` fits, and rich draws."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from sweeps.run.tail import Tails
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
 
-# Seconds between two polls of the files: at least `POLL_S`, and at least `POLL_FACTOR` times a poll's CPU time.
+# Seconds between two reads of the files: at least `POLL_S`, and at least `POLL_FACTOR` times the CPU time of a read.
 POLL_S, POLL_FACTOR = 1.0, 15.0
 QUERY_S = 30.0  # seconds between two queries of a scheduler
-# Endings of warnings that only repeat what the members' states show.
+# Ends of warnings that are not shown, because the states of members show the same.
 _REDUNDANT_ENDINGS = (": no evaluation yet", "the run has not started writing")
 
 
@@ -41,11 +41,11 @@ class _Reader:
 
     Attributes:
         margin: margin with which the study was launched; None if unknown.
-        study: the newest evaluations.
-        screen: content of the screen, without the ranking.
+        study: newest evaluations.
+        screen: content of the screen without the ranking.
 
     Raises:
-        UserError: the sources cannot be read; sources without evaluations are no error.
+        UserError: the sources cannot be read. Sources without evaluations are accepted.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ class _Reader:
         self.update()
 
     def update(self) -> None:
-        """Read new data. If data cannot be read now, show their last state, with a warning."""
+        """Read new data. What cannot be read now keeps its last state, and a warning is shown."""
         problems: list[str] = []
         with _collect_errors(problems):
             self._load()
@@ -101,17 +101,17 @@ class _Reader:
         )
 
     def _load(self) -> None:
-        """Read the sources if they have changed; if changes cannot be detected, once per `--interval`."""
+        """Read the sources if they have changed. If changes cannot be detected, read them once per `--interval`."""
         state = sources_state(self._options.sources)
         if state is None and self.study.curves and time.monotonic() - self._loaded < self._options.interval:
             return
         if state is None or state != self._state:
             self._loaded = time.monotonic()
             self.study = load_sources(self._options, read=self._journals)
-            self._state = state  # set after the read, so that a failed read is retried
+            self._state = state  # only after the read, so that a failed read is repeated
 
     def _time_left(self, views: Sequence[MemberView]) -> float | None:
-        """Estimate the seconds until the last member ends, from the progress that this process has observed."""
+        """Estimate the seconds until the last member ends, from the progress that this process has seen."""
         now = time.monotonic()
         left = {view.run: max(0, view.steps - (view.step or 0)) for view in views if view.steps is not None}
         running = {view.run: view for view in views if view.state == "running" and view.run in left}
@@ -129,16 +129,16 @@ class _Reader:
 
 
 def watch_live(options: argparse.Namespace, path: Path | None) -> None:
-    """Show the live screen until Ctrl-C; the last state stays on the terminal.
+    """Show the live screen until Ctrl-C. Its last state stays on the terminal.
 
     Args:
         options: options of the command.
-        path: file to append snapshots to; None to write none.
+        path: file to which snapshots are appended; None to write none.
 
     Raises:
         UserError: the sources cannot be read.
     """
-    # Imported late, because only this screen needs rich.
+    # Imported here, because only this screen needs rich.
     from rich.console import Console
     from rich.live import Live
 
@@ -146,7 +146,7 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
     fits = LiveRanking(fit_options(options), path, reader.margin)
     fits.start()
     console = Console(highlight=False)
-    # Exit through the `with` block below, which restores the terminal.
+    # Leave through the `with` block below, which restores the terminal.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         with Live(
@@ -166,7 +166,6 @@ def watch_live(options: argparse.Namespace, path: Path | None) -> None:
 
 
 def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Screen:
-    """Return the screen with the newest ranking and the warnings of the fits."""
     screen = reader.screen
     departed = [f"{recipe}: {warning}" for recipe, warning in fits.departures.items() if warning]
     return replace(
@@ -181,7 +180,6 @@ def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Sc
 
 
 def _member_row(view: MemberView, rewards: tuple[float, ...]) -> Member:
-    """Return a member as the screen shows it."""
     note = view.reason or silence(view)
     return Member(
         recipe=view.recipe,
@@ -196,7 +194,7 @@ def _member_row(view: MemberView, rewards: tuple[float, ...]) -> Member:
 
 @contextmanager
 def _collect_errors(problems: list[str]) -> Iterator[None]:
-    """Append a read error in a `with` block to `problems`, because a file may be half written, or just moved away."""
+    """Append an error of reading, in a `with` block, to `problems`: a file may be half written, or just moved away."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -204,8 +202,7 @@ def _collect_errors(problems: list[str]) -> Iterator[None]:
 
 
 def _scheduler(folder: Path) -> Scheduler | None:
-    """Return the scheduler of a study's cluster; None without a cluster, or if it cannot be queried from here."""
     try:
         return LaunchSettings.scheduler_of(folder)
     except UserError:
-        return None  # the scheduler cannot be queried from here: states come from the jobs' own records
+        return None  # states then come from the jobs' own records

@@ -1,7 +1,7 @@
-"""Measure the compute of other trainers' runs: steps, tokens, device hours, or FLOPs from model size and tokens.
+"""Measure the compute of runs of other trainers: steps, tokens, device hours, or FLOPs from model size and tokens.
 
-A study has one compute axis. The journal's header has the axis's name (`axis`) and a description of how it was measured
-(`compute_is`). Journals that differ in either are not fitted together.
+A study has one compute axis. Each journal's header has the name of the axis (`axis`) and a description of how compute
+was measured (`compute_is`). Journals that differ in one of them are not fitted together.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from sweeps.errors import UserError
 from sweeps.run.files import read_json
 
 AXIS_OF = {"steps": STEPS, "tokens": TOKENS, "device_hours": DEVICE_HOURS, "flops": FLOPS}
-# Value of `command.compute.parameters` if the trainer counts FLOPs itself.
+# Value of `command.compute.parameters` which says that the trainer counts FLOPs itself.
 COUNTED = "counted"
-# FLOPs per parameter and token. Forward: a multiplication and an addition. Backward: twice that.
+# FLOPs per parameter and token: 2 forward (a multiplication and an addition), and twice as many backward.
 FLOPS_PER_PARAMETER = 6
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Measure of a member's compute: a metric that its trainer logs, or wall-clock time.
+    """Measure of a member's compute: by a metric that its trainer logs, by its steps, or by wall-clock time.
 
     Attributes:
         unit: `steps`, `tokens`, `device_hours` or `flops`.
-        column: metric with tokens, FLOPs, or seconds (for device hours). None to use the step, or wall-clock time.
-        per_step: whether the column has the amount of each step, to be summed.
-        restarts: whether the column starts again from 0 in a resumed run.
-        factor: compute per unit of the column or the clock.
-        counted: whether the column has FLOPs that the trainer has counted.
+        column: metric with tokens, FLOPs, or seconds (for device hours); None for steps and wall-clock time.
+        per_step: whether the column has the amount of each single step, so that it must be summed.
+        restarts: whether the column begins again at 0 in a resumed run.
+        factor: compute per unit of the column or of the clock.
+        counted: whether the column has FLOPs, as counted by the trainer.
     """
 
     unit: str
@@ -49,12 +49,12 @@ class Compute:
 
     @property
     def on_clock(self) -> bool:
-        """Return whether compute is measured by the time for which the command runs."""
+        """True if compute is the wall-clock time for which the command runs."""
         return self.unit == "device_hours" and self.column is None
 
     @property
     def text(self) -> str:
-        """Description of how compute is measured. Journals with different descriptions are not compared."""
+        """Description of how compute is measured. Journals whose descriptions differ are not compared."""
         if self.unit == "steps":
             return "steps, which are an order and no compute: recipes may differ in what a step costs"
         counted = f"{'the sum of ' if self.per_step else ''}{self.column}"
@@ -70,14 +70,14 @@ class Compute:
 
 
 def compute_of(settings: Mapping[str, Any], folder: Path) -> Compute:
-    """Make the measure from the settings under `command.compute`.
+    """Read how compute is measured from the settings under `command.compute`.
 
     Args:
-        settings: the settings, with all keys and valid types (see `sweeps.command.kinds`).
-        folder: base of relative paths in the settings.
+        settings: the settings, complete and with valid types (`sweeps.command.kinds`).
+        folder: folder to which relative paths in the settings refer.
 
     Raises:
-        UserError: an unknown unit, or a missing setting that the unit needs.
+        UserError: the unit is unknown, or a setting that it needs is missing.
     """
     unit, column = settings["unit"], settings["column"]
     if unit not in AXIS_OF:
@@ -103,16 +103,16 @@ def compute_of(settings: Mapping[str, Any], folder: Path) -> Compute:
 
 
 def parameters_of(path: Path) -> float:
-    """Count a decoder's parameters that take part in a multiplication for every token, including the output layer.
+    """Count the parameters of a decoder that are multiplied for every token, including those of the output layer.
 
-    In a mixture of experts only the active experts count. Norms, biases and the embedding lookup are left out, because
-    they contribute few or no multiplications.
+    Of a mixture of experts, only the active experts count. Norms, biases and the embedding are left out, because they
+    contribute few multiplications or none.
 
     Args:
-        path: a `config.json` as transformers writes it, or the folder that contains one.
+        path: a `config.json` of transformers, or the folder that contains it.
 
     Raises:
-        UserError: the file is missing, or lacks a value that the count needs.
+        UserError: the file is missing, or lacks a value that is needed.
     """
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)
@@ -131,6 +131,6 @@ def parameters_of(path: Path) -> float:
     active_experts = int(config.get("num_experts_per_tok") or 1)
     if "num_experts_per_tok" in config:
         inner_width = int(config.get("moe_intermediate_size") or inner_width)
-    # Gated activations (SiLU and similar) have two projections up and one down.
+    # A gated activation (SiLU and similar) has two projections up and one down.
     projections = 3 if str(config.get("hidden_act", "silu")) in ("silu", "swish", "gelu_pytorch_tanh") else 2
     return float(layers * (attention + active_experts * projections * width * inner_width) + vocabulary * width)

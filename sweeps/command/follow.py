@@ -1,9 +1,9 @@
-"""Write a command's metrics to a journal: each step once, even if the command or its member is killed.
+"""Write the metrics of a trainer's command to a journal: each step once, whichever process is killed.
 
-A step is recorded when it is complete: a later step was logged, or the command has ended. When an attempt resumes from
-a checkpoint and logs steps again, a `resume` record makes the old records void. Nothing is lost when a member is
-killed, because the metrics are in the command's own files, from which the next attempt continues reading. A poll takes
-time proportional to the amount logged since the last poll.
+A step is recorded when it is complete: a later step was logged, or the command has ended. When the command resumes from
+a checkpoint and logs steps again, a `resume` record makes their old records void. If a member is killed, nothing is
+lost, because the metrics are in the command's own files, which the next attempt reads. A poll takes time in proportion
+to what was logged since the last one.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from sweeps.run.fields import MAX_INTEGER
 from sweeps.run.journal import Journal, JournalView
 from sweeps.source.text import listed, short
 
-# Evaluations are overdue after this multiple of the largest number of steps between two evaluations.
+# Evaluations are overdue after this many times the largest number of steps between two of them.
 _OVERDUE = 3.0
 
 
 class MetricsError(UserError):
-    """Error in a command's metrics, such as a missing column or steps that went back; the message names the problem."""
+    """Error in a command's metrics, such as a missing column or steps that went back. The message names the problem."""
 
 
 @dataclass
 class _AttemptMetrics:
-    """Metrics that an attempt has logged so far.
+    """Metrics that an attempt (one start of the command) has logged so far.
 
     Attributes:
-        latest: value that was logged last, by column and step.
+        latest: value logged last, by column and step.
         waiting: steps with values that are not recorded yet.
-        newest: the largest step; -1 before the first.
-        newest_compute: the largest step with a value of the compute column; -1 before the first.
+        newest: largest step; -1 before the first.
+        newest_compute: largest step with a value of the compute column; -1 before the first.
         column: rows of the compute column, in the order of logging.
-        counter: computes the compute by step; None before it is needed.
+        counter: computes the compute at a step; None until it is needed.
         counted: number of rows of `column` that `counter` has processed.
     """
 
@@ -58,10 +58,10 @@ class _AttemptMetrics:
     counted: int = 0
 
     def add(self, name: str, rows: Sequence[tuple[float, float]], compute: Compute, where: str) -> None:
-        """Add rows (step, value) of a column; `where` names the source in messages.
+        """Add rows (step, value) of a column. Messages name the source as `where`.
 
         Raises:
-            MetricsError: a step is not a whole number, or too large.
+            MetricsError: a step is not a whole number, or is too large.
         """
         latest = self.latest.setdefault(name, {})
         for step, value in rows:
@@ -83,20 +83,20 @@ class _AttemptMetrics:
 
 
 class Follower:
-    """Writer of a member's journal from its command's metrics.
+    """Writer of a member's journal from the metrics of its command.
 
     Args:
         journal: writer of the journal, which already has its header.
         earlier: content of the journal after earlier attempts; None if it is new.
         command: the command that logs the metrics.
         source: reader of the metrics.
-        resume: further fields of a `resume` record.
-        clock: returns seconds, replaceable in tests.
+        resume: further fields of `resume` records.
+        clock: returns seconds; tests replace it.
 
     Attributes:
         began_anew: whether this attempt starts from step 0, because there is no checkpoint to continue from.
-        started_before: whether the command was started before.
-        last_step: the newest step in the journal, -1 before the first.
+        started_before: whether there was an earlier attempt.
+        last_step: newest step in the journal; -1 before the first.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Follower:
         self._journal, self._command, self._source, self._clock = journal, command, source, clock
         self._axis = command.compute.axis
         records = [] if earlier is None else earlier.records
-        # Compute in the journal, by step.
+        # Compute at each step in the journal.
         self._compute: dict[int, float] = {r.step: r.metrics.get(self._axis, 0.0) for r in records}
         self._wasted_hours = max((r.metrics.get("compute/wasted_device_hours", 0.0) for r in records), default=0.0)
         self._eval_steps = {r.step for r in records if r.kind == "eval"}
@@ -123,7 +123,7 @@ class Follower:
         self._holes = [] if earlier is None else list(earlier.holes)
         self._resume_facts = dict(resume or {})
         self.last_step = max(self._compute, default=-1)
-        # Columns in the source before this attempt, their number of rows, and the last recorded step before it.
+        # Before this attempt: columns in the source, number of rows, and last recorded step.
         self._columns_before: dict[str, Column] = {}
         self._rows_before = 0
         self._last_before: int | None = None
@@ -134,12 +134,12 @@ class Follower:
         # Values that this attempt has recorded, by step, and the smallest of these steps.
         self._recorded: dict[int, dict[str, float]] = {}
         self._lowest = 0
-        # Metrics that this attempt has logged, number of rows read of each column, and the version of the source from
-        # which both were read.
+        # Metrics that this attempt has logged; number of rows read of each column; version of the source at that time.
         self._attempt = _AttemptMetrics()
         self._rows_read: dict[str, int] = {}
         self._version = -1
-        # First step whose row changed in this attempt, because the log was cut back to a checkpoint; or None.
+        # First step whose row has changed in this attempt, because the command shortened its log to a checkpoint; or
+        # None.
         self._cut_back: float | None = None
         # Columns and number of rows in the source at the last poll.
         self._columns: set[str] = set()
@@ -148,11 +148,11 @@ class Follower:
 
     @property
     def has_logged(self) -> bool:
-        """Return whether this attempt has logged a step."""
+        """True if this attempt has logged a step."""
         return bool(self._recorded)
 
     def catch_up(self) -> None:
-        """Record metrics that an earlier attempt has logged after its member was killed; then begin this attempt.
+        """Record what an earlier attempt logged after its member had been killed; then begin this attempt.
 
         Raises:
             UserError: as for `update`.
@@ -167,7 +167,7 @@ class Follower:
         self._start(self.last_step)
         if other and went_back and any(step < first for step in self._compute):
             self._go_back(first, max(self._compute))
-        elif other:  # some values were logged after their step had been recorded
+        elif other:  # values of some steps were logged after these steps had been recorded
             self._record_ended({name: [row for row in rows if row[0] in other] for name, rows in newest.items()}, True)
         self._continue_compute(newest)
         last, begin = self.last_step, self._begin[0]
@@ -176,7 +176,7 @@ class Follower:
             for name, rows in newest.items()
         }
         if steps := sorted({int(step) for rows in behind.values() for step, _ in rows if step > last}):
-            # The earlier attempt may have resumed after a gap, and been killed before the gap was recorded.
+            # The earlier attempt may have resumed after a gap in the steps, and been killed before it recorded the gap.
             if (end := self._end_of_hole(last, steps)) is not None:
                 self._journal.resume(end, **self._resume_facts)
                 self._record_hole(last, end)
@@ -190,7 +190,7 @@ class Follower:
         self._start(self.last_step)
 
     def _differing(self, columns: Mapping[str, Column]) -> set[int]:
-        """Return the steps whose values in the journal differ from `columns`, or are incomplete."""
+        """Return the steps whose values in the journal are incomplete or differ from `columns`."""
         metrics = [(column, f"eval/{name}/pass_rate") for name, column in self._command.rewards.items()]
         metrics += [(column, f"train/{column}") for column in self._command.keep]
         return {
@@ -201,7 +201,7 @@ class Follower:
         }
 
     def _continue_compute(self, newest: Mapping[str, Column]) -> None:
-        """If the compute column restarts from zero in each attempt, continue from the compute in the journal.
+        """If the compute column begins at 0 in each attempt, add the compute that the journal already has.
 
         `newest` has the rows of the newest attempt, by column.
         """
@@ -214,7 +214,7 @@ class Follower:
             self._begin = step, self._compute[int(step)] - value * compute.factor, self._begin[2]
 
     def _record_ended(self, columns: Mapping[str, Column], late: bool) -> None:
-        """Record the metrics of an attempt that has ended; `late` if the journal already has these steps."""
+        """Record the metrics of an attempt that has ended. `late`: whether the journal already has these steps."""
         fresh = _AttemptMetrics()
         for name, column in columns.items():
             fresh.add(name, column, self._command.compute, self._source.title)
@@ -223,20 +223,21 @@ class Follower:
         self._record(fresh, final=True, ended=True, late=late)
 
     def _start(self, step: int) -> None:
-        """Start to count compute, and to record steps, after this step."""
+        """Begin to count compute, and to record steps, after this step."""
         now = self._clock()
         self._begin = float(max(step, 0)), self._compute.get(step, 0.0), now
         self._last_poll = self._begin[0], now
         self._recorded = {}
 
     def update(self, ending: Ending = Ending.OPEN) -> bool:
-        """Record the steps that are complete now; return whether there were any.
+        """Record the steps that are complete now, and return whether there were any.
 
         Args:
-            ending: `OPEN` while the command runs. Another value means that it has ended, so its last step is complete.
+            ending: `OPEN` while the command runs. Any other value means that it has ended, which completes its last
+                step.
 
         Raises:
-            MetricsError: a column is missing or has disappeared, the run has started again from zero, or the source
+            MetricsError: a column is missing or has disappeared, the run has started from zero again, or the source
                 cannot be read after the command has ended. Existing records stay valid.
         """
         final = ending is not Ending.OPEN
@@ -257,17 +258,16 @@ class Follower:
         return self._record(self._attempt, final)
 
     def _add_new_rows(self, found: SourceMetrics) -> None:
-        """Add the rows that this attempt has logged since the last poll."""
         if found.version != self._version:
             self._version, self._attempt, self._rows_read, self._cut_back = found.version, _AttemptMetrics(), {}, None
         if self.began_anew and any(
             len(found.columns.get(name, ())) < len(c) for name, c in self._columns_before.items()
         ):
-            self._columns_before = {}  # the attempt started a new log
+            self._columns_before = {}  # the attempt has started a new log
         unread = {name: column for name, column in found.columns.items() if name not in self._rows_read}
-        # By column, the number of leading rows that were there before this attempt.
+        # By column, the number of first rows that were there before this attempt.
         same = {name: _equal_rows(self._columns_before.get(name, []), column) for name, column in unread.items()}
-        # If the command has cut its log back to a checkpoint, all rows from the first differing step on are new.
+        # If the command has shortened its log to a checkpoint, all rows are new from the first step on that differs.
         differing_steps = [
             c[same[n]][0] for n, c in unread.items() if same[n] < min(len(c), len(self._columns_before.get(n, [])))
         ]
@@ -282,7 +282,7 @@ class Follower:
             self._rows_read[name] = begin
         new = {name: found.columns.get(name, [])[begin:] for name, begin in self._rows_read.items()}
         wrong = min((step for rows in new.values() for step, _ in rows if not _is_whole(step)), default=None)
-        if wrong is not None:  # record the steps before the wrong one; `add` below raises the error
+        if wrong is not None:  # record the steps before the wrong one; then `add` below raises
             for name, rows in new.items():
                 valid = [row for row in rows if row[0] < wrong]
                 self._attempt.add(name, valid, self._command.compute, self._source.title)
@@ -294,7 +294,8 @@ class Follower:
                 self._rows_read[name] += len(rows)
 
     def _check_columns(self, found: SourceMetrics, final: bool) -> None:
-        """Check that the source has the needed columns; until the command has ended (`final`), some may be missing.
+        """Check that the source has the columns that are needed. Some may be missing until the command has ended
+        (`final`).
 
         Raises:
             MetricsError: a column is missing or has disappeared.
@@ -302,7 +303,7 @@ class Follower:
         needed = dict.fromkeys(self._command.rewards.values(), "metrics.reward")
         if self._command.compute.column is not None:
             needed[self._command.compute.column] = "compute.column"
-        if found.rows < self._rows:  # the file was written anew
+        if found.rows < self._rows:  # the file was begun again
             self._columns = set()
         self._rows, self._names = found.rows, found.names
         for name, setting in needed.items():
@@ -314,19 +315,19 @@ class Follower:
                     f"command.{setting}: {short(name)} was in {self._source.title} up to step {self.last_step} and is "
                     f"no longer there; {where}; the journal keeps the values so far"
                 )
-            if final and found.rows != self._rows_before:  # otherwise this attempt has logged nothing
+            if final and found.rows != self._rows_before:  # this attempt has logged something
                 raise MetricsError(
                     f"command.{setting}: no column {short(name)} in {self._source.title}; {where}; name one of these"
                 )
         self._columns |= set(found.columns)
 
     def _record(self, attempt: _AttemptMetrics, final: bool, ended: bool = False, late: bool = False) -> bool:
-        """Record the complete steps of an attempt; return whether there were any.
+        """Record the complete steps of an attempt, and return whether there were any.
 
         Args:
             attempt: metrics of the attempt.
-            final: whether the command has ended, so that its last step is complete.
-            ended: whether the metrics are of an earlier attempt.
+            final: whether the command has ended, which completes its last step.
+            ended: whether the metrics are those of an earlier attempt.
             late: see `_record_ended`.
         """
         if not attempt.waiting:
@@ -335,14 +336,14 @@ class Follower:
         newest = attempt.newest
         if not final:
             if self._command.compute.column is not None:
-                # The compute of a step without a value is interpolated, which needs a later step with a value.
+                # The compute of a step without a value is interpolated, for which a later step must have a value.
                 newest = attempt.newest_compute
             complete = [step for step in complete if step < newest]
-        # Record a step again if its values have changed, because some were logged late, or again.
+        # A step is recorded again if its values have changed, because some were logged late or again.
         new = sorted(step for step in complete if self._recorded.get(step) != attempt.at(step))
         first = not ended and not self._recorded
         if first and self.started_before and not final and len(new) == 1 and self._is_far(new):
-            return False  # wait for one more step, which shows the distance between logged steps
+            return False  # wait for one more step, which shows how far apart logged steps are
         attempt.waiting.difference_update(complete)
         if not new:
             return False
@@ -364,7 +365,6 @@ class Follower:
         return True
 
     def _write(self, attempt: _AttemptMetrics, new: Sequence[int], computes: Sequence[float]) -> None:
-        """Write the records of these steps of an attempt, each with its compute."""
         first_set = next(iter(self._command.rewards.values()))
         for step, compute in zip(new, computes, strict=True):
             values = attempt.at(step)
@@ -390,7 +390,7 @@ class Follower:
             activity.note(f"{self._source.title}: step {new[-1]}")
 
     def _record_start(self, new: Sequence[int]) -> None:
-        """Record the step from which this attempt continues, if any; `new` are the first steps that it has logged."""
+        """If this attempt continues an earlier one, record from which step; `new` are the first steps logged."""
         if self._last_before is not None:
             self._go_back(new[0], self._last_before, new)
         elif self.started_before and (end := self._end_of_hole(-1, new)) is not None:
@@ -398,10 +398,10 @@ class Follower:
             self._record_hole(-1, end)
 
     def _end_of_hole(self, last: int, new: Sequence[int]) -> int | None:
-        """Return the last step of the gap between step `last` and the steps `new`; None without a gap.
+        """Return the last step of the gap between step `last` and the steps `new`; None if there is no gap.
 
-        There is a gap if the distance from `last` to the first new step is larger than every distance between two steps
-        in the journal, and between two new steps. Gaps occur when a machine loses power, which may lose metrics.
+        There is a gap if the first new step is further from `last` than any two neighbouring steps are apart, in the
+        journal or among the new steps. Gaps occur when metrics are lost in a power failure.
         """
         known = sorted(self._compute)
         pairs = [(a, b) for a, b in pairwise(known) if not any(a < first <= b for first, _ in self._holes)]
@@ -409,12 +409,12 @@ class Follower:
         return new[0] - largest if largest is not None and new[0] - max(last, 0) > largest else None
 
     def _is_far(self, new: Sequence[int]) -> bool:
-        """Return whether there may be a gap before the new steps; also True if the journal has fewer than two steps."""
+        """Return whether there may be a gap before the new steps: also if the journal has fewer than two steps."""
         last = max((step for step in self._compute if step < new[0]), default=-1)
         return len(self._compute) < 2 or self._end_of_hole(last, new) is not None
 
     def _record_hole(self, last: int, end: int) -> None:
-        """Record the gap from step `last` to `end`. Assume that its steps took the average compute per step so far."""
+        """Record the gap from step `last` to `end`. Its steps count with the average compute per step so far."""
         print(
             f"warning: {self._source.title}: no records of steps {max(last, 0) + 1} to {end}; they are lost", flush=True
         )
@@ -425,15 +425,15 @@ class Follower:
             self._last_poll = float(end), self._last_poll[1]
 
     def _go_back(self, first: int, reached: int, new: Sequence[int] = ()) -> None:
-        """Record a resume before the step `first`, which makes later records, up to step `reached`, void.
+        """Record a resume before the step `first`, which makes records from there up to step `reached` void.
 
         Args:
             first: first step that the attempt has logged.
             reached: newest step of earlier attempts.
-            new: first steps that the attempt has logged, to find a gap; empty to look for none.
+            new: first steps that the attempt has logged, by which a gap is found; empty to look for no gap.
 
         Raises:
-            MetricsError: the attempt started from the beginning although it should resume.
+            MetricsError: the attempt started from the beginning, although it should have resumed.
         """
         earlier_steps = [step for step in self._compute if step < first]
         if not earlier_steps and not self.began_anew:
@@ -452,12 +452,11 @@ class Follower:
             self._record_hole(step, end)
 
     def _interpolated_compute(self, step: int) -> float:
-        """Interpolate compute at a step before the journal's last step."""
         steps = sorted(self._compute)
         return float(np.interp(step, steps, [self._compute[at] for at in steps]))
 
     def _compute_at(self, steps: Sequence[int], newest: int, fresh: _AttemptMetrics, ended: bool) -> list[float]:
-        """Return the compute at sorted steps of an attempt; `newest` is its newest step."""
+        """Return the compute at sorted steps of an attempt, whose newest step is `newest`."""
         compute = self._command.compute
         if compute.unit == "steps":
             return [float(step) for step in steps]
@@ -468,16 +467,16 @@ class Follower:
             fresh.counter.add(fresh.column[fresh.counted :])
             fresh.counted = len(fresh.column)
             return fresh.counter.at(steps)
-        if ended:  # the running time of a past attempt is unknown
+        if ended:  # it is unknown when the earlier attempt reached its steps
             return [base] * len(steps)
-        # Divide the time between two polls evenly over the steps.
+        # The time between two polls is divided evenly among the steps.
         (old_step, old_time), now = self._last_poll, self._clock()
         self._last_poll = float(newest), now
         times = np.interp(steps, [old_step, newest], [old_time, now])
         return [float(base + (at - began) * compute.factor) for at in times]
 
     def fill_to(self, step: int) -> None:
-        """Record a step that the command reached but did not log, with the compute of the last logged step."""
+        """Record a step that the command has reached without logging it, with the compute of the last logged step."""
         spent = self._compute[self.last_step]
         self._journal.record(
             "train", step, {self._axis: float(step) if self._command.compute.unit == "steps" else spent}
@@ -486,7 +485,7 @@ class Follower:
         self.last_step = max(self.last_step, step)
 
     def overdue(self) -> str | None:
-        """Return an error message if a needed column has no numbers, or none for unusually many steps; else None."""
+        """Return an error message if a needed column has no numbers, or none for unusually long; else None."""
         for name, column in self._command.rewards.items():
             if f"eval/{name}/pass_rate" not in self._recorded_sets:
                 return self._no_number("metrics.reward", column)
@@ -499,7 +498,7 @@ class Follower:
         )
 
     def _not_logged(self, setting: str, column: str, logged: Collection[float]) -> str | None:
-        """Return an error message if a column was last logged long ago; `logged` are its steps."""
+        """Return an error message if a column, logged at the steps `logged`, was last logged long ago; else None."""
         steps = sorted(int(step) for step in logged)
         if not steps:
             return None
@@ -524,12 +523,12 @@ class Follower:
 
 
 class Counter:
-    """Compute by step, from a logged column; for steps without a value it is interpolated.
+    """Compute by step, from a logged column. For steps without a value it is interpolated.
 
     Args:
-        compute: meaning of the column.
-        begin: the step at which the run last began or resumed, and the compute at that step.
-        where: source of the column, for messages.
+        compute: how the column measures compute.
+        begin: step at which the run last began or resumed, and the compute there.
+        where: name of the source, for messages.
     """
 
     def __init__(self, compute: Compute, begin: tuple[float, float], where: str) -> None:
@@ -539,10 +538,10 @@ class Counter:
         self._sum = 0.0
 
     def add(self, rows: Sequence[tuple[float, float]]) -> None:
-        """Add rows (step, value) that were logged since the last call.
+        """Add the rows (step, value) that were logged since the last call.
 
         Raises:
-            MetricsError: the compute decreases, perhaps because the column has restarted from zero.
+            MetricsError: compute decreases; perhaps the column has begun at 0 again.
         """
         ordered = True
         for step, value in rows:
@@ -558,7 +557,7 @@ class Counter:
                 for step in sorted(self._latest):
                     points.append((step, self._next(self._latest[step], points[-1][1], step)))
             finally:
-                points.sort(key=itemgetter(0))  # a step may be before the step from which the run resumed
+                points.sort(key=itemgetter(0))  # a step may lie before the one from which the run resumed
                 self._at, self._values = [step for step, _ in points], [value for _, value in points]
 
     def _append(self, step: float, value: float) -> None:
@@ -566,10 +565,10 @@ class Counter:
         self._at.append(step)
 
     def _next(self, value: float, before: float, step: float) -> float:
-        """Convert the column's value at a step to compute; `before` is the compute at the previous step.
+        """Convert the column's value at a step to compute, of which `before` was reached at the previous step.
 
         Raises:
-            MetricsError: the compute decreases.
+            MetricsError: compute decreases.
         """
         amount, base = value * self._compute.factor, self._begin[1]
         if self._compute.per_step:
@@ -587,7 +586,7 @@ class Counter:
 
     @property
     def last_step(self) -> float:
-        """The last step with a valid value."""
+        """Last step with a valid value."""
         return self._at[-1]
 
     def at(self, steps: Sequence[int]) -> list[float]:
@@ -599,7 +598,6 @@ class Counter:
 
 
 def _is_whole(step: float) -> bool:
-    """Return whether a step is a whole number that a journal can store."""
     return abs(step) <= MAX_INTEGER and step == int(step)
 
 
@@ -614,9 +612,8 @@ def _not_resumed(first: int, last: int) -> MetricsError:
 def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], bool]:
     """Return the rows of the newest attempt in a log, by column, and whether the log has several attempts.
 
-    A new attempt begins where steps go back. In some columns, steps never go back, because the newest attempt has
-    logged few or no rows of them. The rows of such a column that are outside of the step range of the other columns
-    belong to an earlier attempt.
+    A new attempt begins where steps go back. In a column of which the newest attempt has logged few rows or none, steps
+    may never go back. Of such a column, rows outside the step range of the other columns belong to an earlier attempt.
     """
     parts = {name: column[_newest_start(column) :] for name, column in columns.items()}
     went_back = [name for name, part in parts.items() if len(part) < len(columns[name])]
@@ -632,11 +629,10 @@ def _newest_attempt(columns: Mapping[str, Column]) -> tuple[dict[str, Column], b
 
 
 def _newest_start(column: Column) -> int:
-    """Return the index of the row at which a column's steps went back last; 0 if they never did."""
+    """Return the index of the last row at which a column's steps go back; 0 if they never do."""
     return next((at for at in range(len(column) - 1, 0, -1) if column[at][0] < column[at - 1][0]), 0)
 
 
 def _equal_rows(before: Column, now: Column) -> int:
-    """Return the number of equal rows at the beginning of two columns."""
     length = min(len(before), len(now))
     return next((n for n in range(length) if before[n] != now[n]), length)

@@ -1,8 +1,8 @@
-"""Read a JSON-lines or CSV log incrementally: each poll reads only the data appended since the last poll.
+"""Read a log of JSON lines or CSV incrementally: each poll reads only what was appended since the last one.
 
-The metrics are the same as `sweeps.source.raw` reads from the whole file (a property test compares them). Files that
-cannot be read line by line (CSV with quotes, another encoding, another format) raise `UnfitError`; the readers of
-`sweeps.source` then read them as a whole.
+The metrics equal those that `sweeps.source.raw` reads from the whole file (a property test compares them). A file that
+cannot be read line by line (CSV with quotes, another encoding, another format) raises `UnfitError`. It is then read as
+a whole, by `sweeps.source`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sweeps.source.vocabulary import step_column
 # Values of one metric with their steps, in the order of logging.
 Column = list[tuple[float, float]]
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # number of bytes before the read position that are compared to recognise the file
+_MARK_BYTES = 4096  # number of bytes before the read position that are compared, to recognise the file
 _BOM = b"\xef\xbb\xbf"
 
 
 class Ending(Enum):
     """Treatment of a log's last line if it has no newline.
 
-    OPEN: the line is still being written; ignore it. TORN: the writer has ended abnormally; accept a complete JSON
-    object, but no CSV line, because digits may be missing. WHOLE: the writer has ended normally; accept the line.
+    OPEN: the line is still being written, so ignore it. TORN: the writer has ended abnormally, so accept a complete
+    JSON object, but not a CSV line, which may lack digits. WHOLE: the writer has ended normally, so accept the line.
     """
 
     OPEN = "open"
@@ -46,11 +46,11 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Cut:
-    """Position in a file where a killed process left half a line and another process continues to write.
+    """Position in a file where a killed process left half a line, after which another process appends.
 
     Attributes:
         at: offset of the first byte after the half line.
-        before: digest of the bytes before that offset, to check that the file is the same.
+        before: digest of the bytes before that offset, which shows whether the file is still the same.
     """
 
     at: int
@@ -58,7 +58,7 @@ class Cut:
 
     @classmethod
     def of(cls, path: Path) -> Cut | None:
-        """Return the cut at the end of a file; None if the file ends with a newline, is empty or does not exist."""
+        """Return the end of a file that ends in half a line; None if it ends in a newline, is empty or missing."""
         try:
             with path.open("rb", buffering=0) as handle:
                 size = handle.seek(0, os.SEEK_END)
@@ -73,17 +73,17 @@ class UnfitError(Exception):
 
 
 class Rows:
-    """Metrics by column in the order of logging, built row by row.
+    """Metrics by column, in the order of logging, to which rows are added.
 
     Args:
         wanted: columns whose values are kept.
-        step: name of the step column; None for a tracker's usual name.
+        step: name of the step column; None for the usual names of trackers.
 
     Attributes:
-        names: names of all columns as keys, in order.
+        names: names of all columns, in order, as keys.
         columns: rows (step, value) of each wanted column.
         count: number of rows.
-        version: incremented whenever `columns` changes in another way than by growing.
+        version: number that increases whenever `columns` changes other than by growing.
     """
 
     def __init__(self, wanted: Sequence[str], step: str | None) -> None:
@@ -91,7 +91,7 @@ class Rows:
         self._wanted = tuple(wanted)
         self._kept_columns = frozenset([*(STEP_COLUMNS if step is None else [step]), *wanted])
         self._column: str | None = None  # name of the step column
-        # Row numbers and values of the wanted columns and of those that may become the step column.
+        # Row numbers and values, of the wanted columns and of columns that may turn out to be the step column.
         self._cells: dict[str, list[tuple[int, float]]] = {}
         self.names: dict[str, None] = {}
         self.columns: dict[str, Column] = {}
@@ -121,7 +121,6 @@ class Rows:
                     self.columns[name].append((values[self._column], values[name]))
 
     def _rebuild(self) -> None:
-        """Rebuild the columns after another column has become the step column."""
         self.version += 1
         steps = dict(self._cells.get(self._column or "", ()))
         for name, column in self.columns.items():
@@ -129,20 +128,21 @@ class Rows:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether the log has a step column."""
+        """True if the log has a step column."""
         return self._column is not None
 
 
 class GrowingLog:
-    """Reader of a log of JSON lines or CSV that continues at its last position.
+    """Incremental reader of a log of JSON lines or CSV.
 
-    If the file was replaced, has shrunk or no longer contains the bytes read last, it is read again from the beginning.
+    If the file was replaced, has become shorter, or no longer contains the bytes read last, it is read from its
+    beginning.
 
     Args:
         path: the file.
         new_rows: makes an empty table.
-        lenient: whether to ignore lines that are not JSON, as on standard output; else they count as damaged.
-        cuts: positions where torn lines end.
+        lenient: whether to ignore lines that are not JSON, as on standard output; otherwise they count as damaged.
+        cuts: positions where half lines end.
     """
 
     def __init__(
@@ -155,18 +155,17 @@ class GrowingLog:
         self._begin()
 
     def _begin(self) -> None:
-        """Start over at the beginning of the file, with an empty table."""
         self._versions += self.rows.version + 1
         self.rows = self._new_rows()
         self.left_out = 0  # number of damaged lines
         self._offset = 0  # end of the last complete line
         self._mark = b""  # last bytes before the offset
-        self._first = True  # no row was read yet
+        self._first = True  # no row has been read
         self._parse: Callable[[bytes], None] = self._parse_object if self._is_json else self._parse_header
 
     @property
     def version(self) -> int:
-        """Number that changes whenever the columns change in another way than by growing."""
+        """Number that changes whenever the columns change other than by growing."""
         return self._versions + self.rows.version
 
     @property
@@ -174,7 +173,7 @@ class GrowingLog:
         return self._lenient or self._path.suffix.lower() != ".csv"
 
     def update(self, ending: Ending) -> None:
-        """Read the data appended since the last poll.
+        """Read what was appended since the last call.
 
         Raises:
             UnfitError: the log must be read as a whole.
@@ -187,7 +186,7 @@ class GrowingLog:
                 self._begin()
                 self._check_name()
                 self._file = file
-            # At the end, read once more from the beginning, because bytes before the mark may have been rewritten.
+            # When the command has ended, read all again, because bytes before the mark may have been rewritten.
             elif ending is not Ending.OPEN:
                 self._begin()
             cuts = sorted(cut.at for cut in self._cuts if _digest(_bytes_before(handle, cut.at)) == cut.before)
@@ -202,20 +201,16 @@ class GrowingLog:
         if ending is not Ending.OPEN:
             if rest:
                 self._parse_line(rest, cuts, ending)
-            self._file = None  # read from the beginning next time: another attempt may complete that line differently
+            self._file = None  # read all again next time, because another attempt may complete this line differently
 
     def _check_name(self) -> None:
-        """Check that `sweeps.source` has no special reader for a file of this name.
-
-        Raises:
-            UnfitError: there is a special reader.
-        """
+        """Raise UnfitError if `sweeps.source` has a special reader for a file of this name."""
         logger = self._path.name == csv_logger.FILE and (self._path.parent / csv_logger.PARAMETERS_FILE).is_file()
         if logger or (self._path.name == JOURNAL_FILE and journals.is_journal(self._path)):
             raise UnfitError
 
     def _parse_line(self, line: bytes, cuts: Sequence[int], ending: Ending = Ending.WHOLE) -> None:
-        """Process a line; at a cut inside of it, it is two lines."""
+        """Process a line. If it contains a position in `cuts`, it is two lines: a half line, and what was appended."""
         for cut in cuts:
             if self._offset < cut < self._offset + len(line):
                 self._parse_torn(line[: cut - self._offset])
@@ -226,7 +221,7 @@ class GrowingLog:
             self._parse(line)
 
     def _parse_torn(self, line: bytes) -> None:
-        """Process a line that may be incomplete. A JSON object shows whether it is complete; CSV counts as damaged."""
+        """Process a line that may be incomplete. JSON shows whether it is; a line of CSV counts as damaged."""
         if self._is_json:
             self._parse(line)
         else:
@@ -237,7 +232,7 @@ class GrowingLog:
         if not line.strip():
             return
         if not self._lenient and b"\0" in line:
-            raise UnfitError  # NUL bytes of a crash; the text after them may be a complete row
+            raise UnfitError  # a crash has left NUL bytes, and the text after them may be a complete row
         row = _value(line) if line.lstrip().startswith(b"{") else None
         if not isinstance(row, dict):
             self.left_out += not self._lenient
@@ -253,7 +248,7 @@ class GrowingLog:
         self.rows.add(row)
 
     def _parse_verl_row(self, line: bytes) -> None:
-        """Process a line of verl's file logger: {"step": 10, "data": {...}}."""
+        """Process a line of verl's file logger, such as {"step": 10, "data": {...}}."""
         self._first = False
         if not line.strip():
             return
@@ -268,7 +263,7 @@ class GrowingLog:
         if not any(header_cells):
             return
         header = ",".join(header_cells)
-        # Refuse a single column, JSON, and separators other than a comma.
+        # Not plain CSV: a single column, JSON, or a separator other than a comma.
         if (
             len(header_cells) < 2
             or header_cells[0][:1] in ("{", "[")
@@ -300,7 +295,7 @@ def _cells(line: bytes) -> list[str]:
     """Split a line of CSV without quotes into cells.
 
     Raises:
-        UnfitError: the line has quotes, control characters or an encoding other than UTF-8.
+        UnfitError: the line has quotes or control characters, or is not UTF-8.
     """
     line = line.removesuffix(b"\r")
     if any(mark in line for mark in (b'"', b"\r", b"\0")):
@@ -312,7 +307,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _bytes_before(handle: FileIO, at: int) -> bytes:
-    """Return up to `_MARK_BYTES` bytes before the offset `at`."""
+    """Return the last `_MARK_BYTES` bytes before the offset `at`, or fewer at the file's beginning."""
     length = min(at, _MARK_BYTES)
     return os.pread(handle.fileno(), length, at - length)
 

@@ -1,7 +1,7 @@
-"""Check the types of all settings of a study of commands before any of them is used.
+"""Check the types of all settings of a study of other trainers' commands, before any of them is used.
 
-One table replaces a check at each use of a setting. So a value of a wrong type gives a clear message, not one of
-Python's own errors.
+One table replaces a check at each place where a setting is used, so that a wrong type gives a clear message and not one
+of Python's own errors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-_LARGEST = 2**64  # limit of integers: no trainer accepts a larger seed or budget, and JSON readers round larger ones
-_LONGEST_NAME = 255  # largest length of a folder's name in bytes
+_LARGEST = 2**64  # integers must be smaller: no trainer accepts a larger seed or budget, and JSON readers round it
+_LONGEST_NAME = 255  # bytes in a folder's name
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -26,7 +26,7 @@ _is_scalar = _is(str, int, float, bool, NoneType)
 
 
 def _is_column(value: Any) -> bool:
-    """Return whether a value can name a column: a string, or a number, because headers of tables may be numbers."""
+    """Return whether a value can name a column: a string, or a number, since headers of tables may be numbers."""
     return isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
 
 
@@ -65,7 +65,7 @@ def _any_of(*checks: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 # By dotted key: the check of a value, and a description of valid values. A group comes before its settings. Settings
-# that are not listed are checked by `RaceSettings`, by `Patience`, or where they are used.
+# that are missing here are checked by `RaceSettings`, by `Patience`, or where they are used.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command": (_is_group, "a group of settings"),
     "command.line": (_any_of(_is_text, _list_of(_is_scalar)), "a command line, or a list of words"),
@@ -119,13 +119,13 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kinds(config: Mapping[str, Any]) -> None:
-    """Check that every setting is present and has the right type, and that all values can be serialized.
+    """Check that all settings are present with the right types, and that all values can be serialized.
 
     Args:
         config: resolved configuration of a member.
 
     Raises:
-        UserError: a setting is invalid; the message has the field, the value, and a description of valid values.
+        UserError: a setting is invalid. The message has the field, its value, and a description of valid values.
     """
     for key, value in _leaves(config):
         _check_plain(key, value)
@@ -134,7 +134,7 @@ def check_kinds(config: Mapping[str, Any]) -> None:
         part: Any = config
         for group in groups:
             part = part[group]
-        if part is None:  # an optional group
+        if part is None:  # the group is optional
             continue
         if name not in part:
             raise UserError(f"{key}: was taken away; give {description}")
@@ -157,7 +157,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_plain(key: str, value: Any) -> None:
-    """Check that a value can be passed in a command line, an environment variable and a JSON file."""
+    """Check that a value can be written to a command line, an environment variable and a JSON file."""
     if not _is_scalar(value):
         raise UserError(f"{key!a}: {_shown(value)} must be a text, a number, true, false or null")
     if isinstance(value, int) and abs(value) >= _LARGEST:
@@ -176,7 +176,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for a message: printable, on one line, and shortened."""
+    """Format a value for a message: printable, on one line, shortened."""
     if isinstance(value, int) and abs(value) >= _LARGEST:
         return f"a whole number of {value.bit_length()} bits"
     text = ascii(value) if isinstance(value, str) and not _is_unicode(value) else repr(value)

@@ -1,4 +1,4 @@
-"""Read a command's metrics incrementally: each poll reads only new data."""
+"""Read the metrics that a trainer's command logs, incrementally: each poll reads only new data."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sweeps.run.files import sync
 from sweeps.source.log import Log
 from sweeps.source.raw import no_steps, read_logs
 
-# Files that are read line by line as they grow; all others are read as a whole when they have changed.
+# Formats that are read line by line as the file grows. Other files are read as a whole whenever they have changed.
 _BY_LINE = (".jsonl", ".ndjson", ".csv")
 
 
 @dataclass(frozen=True)
 class SourceMetrics:
-    """Metrics that a source has so far.
+    """All metrics that the command has logged so far.
 
     Attributes:
-        columns: rows (step, value) of each needed column, in the order of logging.
+        columns: rows (step, value) of each column that is needed, in the order of logging.
         names: names of all columns.
         rows: number of rows.
-        version: while it is the same, columns only grow.
-        left_out: number of damaged lines that were skipped.
+        version: as long as it stays the same, columns have only grown.
+        left_out: number of damaged lines that were left out.
     """
 
     columns: Mapping[str, Column]
@@ -39,9 +39,9 @@ class Source:
     """Incremental reader of a command's metrics.
 
     Args:
-        command: command with the names of the source and the columns.
-        run_dir: the member's folder, where its standard output is stored.
-        cuts: positions in the file where killed attempts left half a line, see `seal`.
+        command: command whose metrics are read.
+        run_dir: the member's folder, which has the command's standard output.
+        cuts: positions in the metrics file where killed attempts left half a line, see `seal`.
 
     Attributes:
         ending: how to treat a last line without a newline.
@@ -63,21 +63,21 @@ class Source:
 
     @property
     def title(self) -> str:
-        """Name of the source for messages."""
+        """Name of the place where the metrics are logged, for messages."""
         return "standard output" if self._stdout else self._command.source
 
     @property
     def left_out(self) -> int:
-        """Number of damaged lines that were skipped."""
+        """Number of damaged lines that were left out."""
         return self._latest.left_out
 
     def seal(self) -> Cut | None:
-        """Mark the end of a half line that a killed process left, before another process appends to the file.
+        """Mark where a killed process left half a line, before another process appends to the file.
 
-        The file with standard output gets a newline. A file that the command writes is not changed.
+        The file with the standard output gets a newline. A file that the command itself writes is not changed.
 
         Returns:
-            The position of the half line's end in a file that the command writes; None without a half line.
+            For a file that the command writes, the position after the half line; None if there is no half line.
         """
         if self._command.remote or self._command.is_pattern:
             return None
@@ -90,16 +90,16 @@ class Source:
         return None
 
     def sync(self) -> None:
-        """Flush to the disk everything that the command has logged to files."""
+        """Flush to the disk all files to which the command logs its metrics."""
         file = None if self._command.remote else newest(self._path) if self._command.is_pattern else self._path
         for path in [] if file is None else _files(Path(file)):
             sync(path)
 
     def read(self) -> SourceMetrics:
-        """Return the current metrics; without any columns if the source does not exist yet.
+        """Return all metrics so far; no columns if the file or address does not exist yet.
 
         Raises:
-            UserError: the source exists but cannot be read.
+            UserError: it exists but cannot be read.
         """
         if self._command.remote:
             self._latest = self._of(read_logs(self._command.source, self._command.step))
@@ -113,7 +113,7 @@ class Source:
         return self._latest
 
     def _read_by_line(self, file: str) -> SourceMetrics | None:
-        """Return the metrics of a log that can be read line by line; None for other files."""
+        """Return the metrics of a file that can be read line by line; None for other files."""
         path = Path(file)
         if file == self._unfit or not (self._stdout or path.suffix.lower() in _BY_LINE) or not path.is_file():
             return None
@@ -153,7 +153,7 @@ class Source:
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return path, size and modification time of a file, or of all files below a folder, to detect changes."""
+    """Return path, size and modification time of a file or of all files in a folder, which show changes."""
     stamps = []
     for file in _files(path):
         try:
@@ -165,5 +165,4 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a file, or all files below a folder, sorted."""
     return [path] if not path.is_dir() else sorted(file for file in path.rglob("*") if file.is_file())

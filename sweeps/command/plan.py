@@ -1,8 +1,8 @@
-"""Make specifications of members that are commands: identity, label, and checks before anything is started.
+"""Make the specifications of members that run another trainer's command: identity, label, and checks before a start.
 
-A recipe's identity consists of its command's words, environment and files, and of the content of the files that the
-command names, such as its script. All values are filled in except the seed, the budget and the member's folder. Where
-the command runs, how it is followed and how long it trains are not part of the identity.
+A recipe's identity consists of the command's words, environment and files, and of the content of files that the command
+names, such as its script. All values are filled in except seed, budget and the member's folder. Where the command runs,
+how it is followed and how long it trains are not part of the identity.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from sweeps.run.files import parse_line
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
 from sweeps.run.spec import SPEC_FILE, RunSpec, make_spec
 
-# Largest size in bytes of a file that is read for the identity: enough for scripts and configurations, not weights.
+# Largest size in bytes of a file that is read for the identity: large enough for scripts and configurations.
 MAX_NAMED_BYTES = 1 << 26
 ABSENT = "absent"
-# Files of this project in a member's folder, which a command's files must not replace.
+# Files that this project writes in a member's folder. A command's files must not replace them.
 RESERVED_FILES = frozenset(
     {JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE, LOG_FILE, SPEC_FILE, STDOUT_FILE, "command.json"}
 )
@@ -43,12 +43,12 @@ RESERVED_FILES = frozenset(
 
 @dataclass(frozen=True)
 class Composed:
-    """A member's configuration and its origin.
+    """A member's configuration and where it comes from.
 
     Attributes:
         config: resolved configuration.
-        plain: resolved configuration of the user's file alone, without overrides of the command line.
-        overrides: overrides of the command line.
+        plain: resolved configuration of the user's file alone, without overrides on the command line.
+        overrides: overrides on the command line.
     """
 
     config: Mapping[str, Any]
@@ -57,12 +57,12 @@ class Composed:
 
 
 def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Sequence[str]) -> list[RunSpec]:
-    """Check members that are commands and make their specifications.
+    """Check members that run another trainer's command, and make their specifications.
 
     Args:
         members: composed configurations.
-        name: stem of the user's file; the label of members without overrides.
-        folder: folder of that file; base of relative paths.
+        name: stem of the user's file, which is the label of members without overrides.
+        folder: folder of that file, to which relative paths refer.
         folders: see `RunSpec`.
 
     Raises:
@@ -107,11 +107,7 @@ def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Se
 
 
 def _check_measure(runs_dir: Path, measures: set[str]) -> None:
-    """Check that existing runs of the study measure compute as the new members do, in one of the ways `measures`.
-
-    Raises:
-        UserError: a run measures compute differently.
-    """
+    """Raise UserError if an existing run of the study measures compute in none of the ways `measures`."""
     for path in sorted(runs_dir.glob(f"*/{JOURNAL_FILE}")):
         try:
             with path.open("rb") as handle:
@@ -119,7 +115,7 @@ def _check_measure(runs_dir: Path, measures: set[str]) -> None:
         except OSError:
             continue
         measure = header.get("compute_is")
-        if "adopted" in header:  # the launch checks the unit of adopted runs later, and replaces their description
+        if "adopted" in header:  # the launch checks the unit of adopted runs, and replaces their description
             continue
         if measure is not None and measure not in measures:
             raise UserError(
@@ -129,12 +125,12 @@ def _check_measure(runs_dir: Path, measures: set[str]) -> None:
 
 
 def resolved(spec: RunSpec, run_dir: Path) -> Command:
-    """Return the command of a member, filled in for the folder `run_dir`."""
+    """Return a member's command, with its values filled in for the folder `run_dir`."""
     return command_of(spec.config, run_dir.resolve(), spec.run)
 
 
 def _resolve_files(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a configuration with absolute paths, the texts of templates, and the digests of files that it names."""
+    """Return a configuration with absolute paths, the texts of templates, and digests of the files that it names."""
     command, compute = config["command"], config["command"]["compute"]
     with naming("command.folder"):
         working_dir = (folder / (command["folder"] or ".")).resolve()
@@ -152,7 +148,7 @@ def _resolve_files(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def named_files(command: Command, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of the files that are named by words of the command or in `command.identity`, by that name.
+    """Return digests of the files that words of the command or `command.identity` name, by the name used there.
 
     Raises:
         UserError: a file listed in `command.identity` does not exist.
@@ -170,7 +166,7 @@ def named_files(command: Command, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    """Return the digest of a file; `ABSENT` if it does not exist, cannot be read, or is too large."""
+    """Return the digest of a file; `ABSENT` if it is missing, unreadable or too large."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_NAMED_BYTES:
             return ABSENT
@@ -194,7 +190,7 @@ def _check(config: Mapping[str, Any]) -> None:
     """Check for errors that would otherwise appear only in a member's process.
 
     Raises:
-        UserError: a number out of range, an unused value, or a template whose filled form is not valid.
+        UserError: a number is out of range, a value is not used, or a template with its values filled in is not valid.
     """
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -230,11 +226,6 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _check_syntax(name: str, text: str) -> None:
-    """Check that the text of a TOML, JSON or YAML file can be parsed.
-
-    Raises:
-        UserError: the text is not valid.
-    """
     try:
         if name.endswith(".toml"):
             tomllib.loads(text)
@@ -252,7 +243,7 @@ def _check_syntax(name: str, text: str) -> None:
 
 
 def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the user's values that differ from those of the user's file (`plain`), as text by dotted key."""
+    """Return the user's values that differ from those in the user's file (`plain`), as text by dotted key."""
     plain_values = flatten(own_values(plain))
     return {
         key: as_text(value)
@@ -262,7 +253,6 @@ def _departures(config: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str
 
 
 def _label_from_template(config: Mapping[str, Any]) -> str | None:
-    """Return a member's label, made from the template `label` in the user's file; None without a template."""
     label = config.get("label")
     if label is None:
         return None
@@ -272,7 +262,7 @@ def _label_from_template(config: Mapping[str, Any]) -> str | None:
 
 
 def _baseline_label(config: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> str:
-    """Return the label of the recipe without overrides; `name` if no template can be filled in."""
+    """Return the label of the recipe without overrides; `name` if there is no complete template for it."""
     if config.get("label") is None:
         return name
     values = flatten(own_values(plain))

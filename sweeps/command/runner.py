@@ -1,4 +1,4 @@
-"""Run a member that is a command: start it, record its metrics and its end in a journal, and stop it on request."""
+"""Run a member that is another trainer's command: start it, write metrics and end to a journal, stop it on request."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from sweeps.run.writer import sole_writer
 from sweeps.terminal import counted
 
 LOCK_FILE = ".command.lock"
-ATTEMPT_FILE = "command.json"  # the newest attempt: its command line, and the number of attempts
-# Minimum seconds between two polls of metrics in files, and of metrics at an address. The pause after a poll is also at
-# least `_POLL_FACTOR` times as long as the poll.
+ATTEMPT_FILE = "command.json"  # command line of the newest attempt, and number of attempts
+# Shortest time in seconds between two polls of metrics, in files and at an address. The pause after a poll is also at
+# least `_POLL_FACTOR` times as long as the poll took.
 _POLL_S, _REMOTE_POLL_S, _POLL_FACTOR = 0.5, 30.0, 10.0
 # Seconds between two checks for a request to stop.
 _STOP_CHECK_S = 0.5
@@ -42,13 +42,13 @@ _NUMBER = re.compile(r"\d+")
 
 
 class CommandFailedError(UserError, RuntimeError):
-    """Error: a command ended before its run was complete; the message has the cause and the last line of output."""
+    """Error: a command ended before its run was complete. The message has the cause and the last line of output."""
 
-    is_explained = True  # the log gets the message without our frames, after the command's own last lines
+    is_explained = True  # the log, which ends with the command's own last lines, gets only the message, no traceback
 
 
 class CommandKilledError(CommandFailedError):
-    """Error: a command was killed by a signal that this process did not send."""
+    """Error: a signal that this process did not send has killed a command."""
 
 
 def run_member(run_dir: Path, progress: bool = False) -> None:
@@ -96,10 +96,10 @@ class _Member:
         self._attempts = 0  # number of attempts before this one
         self._cuts: list[Cut] = []
         self._source = Source(self._command, run_dir, self._cuts)
-        self._stop_reason: str | None = None  # the reason for which the command was asked to stop
+        self._stop_reason: str | None = None  # why the command was asked to stop
         self._log_start = 0  # size of the log when the command was started
         self._resumed_from: str | None = None  # path of the checkpoint from which the command was resumed
-        # Newest recorded checkpoint: its path and modification time, and the last step that it covers.
+        # Path and modification time of the newest checkpoint in the journal, and the last step that it covers.
         self._checkpoint: tuple[str, int] | None = None
         self._covered = -1
         self._journal: Journal  # open while the command runs
@@ -144,7 +144,7 @@ class _Member:
     # --- before it starts ----------------------------------------------------------------------------------------
 
     def _begin(self) -> JournalView | None:
-        """Check that existing files belong to this run; return its journal's content, None without a journal."""
+        """Check that existing files belong to this run, and return its journal; None if there is no journal."""
         earlier = journal_or_none(self._run_dir)
         if earlier is not None and earlier.header.get("compute_is") != self._command.compute.text:
             raise UserError(
@@ -152,7 +152,7 @@ class _Member:
                 f"{earlier.header.get('compute_is')}; go back to that, or launch into a folder of its own (study=NAME)"
             )
         self._read_attempts(earlier)
-        # Standard output needs no check, because it is in the member's own folder.
+        # Standard output is in the member's own folder, so no other run can have written it.
         may_be_foreign = self._command.source != STDOUT and not self._attempts
         if may_be_foreign and (found := self._source.read()).rows:
             raise UserError(
@@ -167,10 +167,10 @@ class _Member:
         return earlier
 
     def _read_attempts(self, earlier: JournalView | None) -> None:
-        """Count the earlier attempts, and read the positions where they left half a line in the metrics.
+        """Count the earlier attempts, and read where they left half a line in the metrics.
 
-        The journal has both. Earlier versions wrote them only to the file of the newest attempt (command.json). That
-        file also shows that there was an attempt if the journal is lost.
+        The journal has both. Earlier versions wrote them only to command.json, the file of the newest attempt.
+        That file also shows that there was an attempt if the journal is lost.
         """
         newest = read_json(self._run_dir / ATTEMPT_FILE)
         noted = [] if earlier is None else earlier.attempts
@@ -184,7 +184,7 @@ class _Member:
                         self._cuts.append(cut)
 
     def _check_checkpoint(self, earlier: JournalView | None, checkpoint: str) -> None:
-        """Check that the journal names this checkpoint, although it has no record of a step before the checkpoint.
+        """Check that the journal names this checkpoint. Called if the journal has no step before the checkpoint.
 
         Raises:
             UserError: the journal does not name the checkpoint, so the metrics of the steps before it are lost.
@@ -206,7 +206,7 @@ class _Member:
         }
 
     def _facts(self, earlier: JournalView | None) -> dict[str, Any]:
-        """Return the code provenance, including files that the command names; warn of changes since the launch.
+        """Return the code provenance, including files that the command names. Warn of changes since the launch.
 
         Raises:
             UserError: something has changed, and `launch.strict_code` is true.
@@ -244,7 +244,7 @@ class _Member:
             command.stop_file.unlink(missing_ok=True)
         self._attempts += 1
         self._lease.check()
-        # Write this before the start: after a power cut, the next attempt needs to know where this attempt began.
+        # Recorded before the start: after a power failure, the next attempt must know where this one began.
         cuts = {"cuts": [[cut.at, cut.before] for cut in self._cuts]} if self._cuts else {}
         self._journal.attempt(self._follower.last_step, **cuts)
         attempt = {"attempts": self._attempts, "words": words, "folder": str(command.folder), "goes_on": resumes}
@@ -267,7 +267,6 @@ class _Member:
         self._record_end(ended)
 
     def _follow(self, tree: Tree) -> Ended:
-        """Follow the command to its end, and forward a request to stop."""
         wait_s, last_duration = _POLL_S, 0.0
         last_poll = time.monotonic()
         while (ended := tree.wait(min(wait_s, _STOP_CHECK_S))) is None:
@@ -282,11 +281,11 @@ class _Member:
                 print(f"  step {self._follower.last_step} of {self._spec.steps}", flush=True)
             last_poll = time.monotonic()
             min_s = _REMOTE_POLL_S if self._command.remote else _POLL_S
-            # Use the shorter of the last two durations. The first poll of a file imports its reader, which takes
-            # seconds on a busy machine, and a race would get no metrics for ten times as long.
+            # Go by the shorter of the last two polls: the first one of a file also imports its reader, which takes
+            # seconds on a busy machine, and a race would then get no metrics for ten times as long.
             last_duration, duration = last_poll - began, min(last_duration, last_poll - began)
             wait_s = max(min_s, _POLL_FACTOR * duration)
-        # A cluster that preempts by SIGTERM sends it to the command too, which may end before the check above.
+        # A cluster that preempts by SIGTERM sends it to the command as well, which may end before the check above.
         self._stop_reason = self._stop_reason or interruption.reason
         return ended
 
@@ -299,10 +298,10 @@ class _Member:
         tree.stop(command.stop_signal, command.stop_within_s)
 
     def _poll(self, ending: Ending = Ending.OPEN) -> bool:
-        """Record the steps that are complete now, and a changed checkpoint; return whether there were any steps.
+        """Record the steps that are complete now, and a checkpoint that is new; return whether there were any steps.
 
-        After a power cut a run can continue from a checkpoint only if the metrics before it have survived. So metrics
-        are synced to disk before a new checkpoint is recorded.
+        After a power failure a run can continue from a checkpoint only if the metrics of the steps before it are on the
+        disk. So metrics are synced before a new checkpoint is recorded.
         """
         follower = self._follower
         stamp, last_step = self._command.checkpoint_stamp(), follower.last_step
@@ -314,7 +313,7 @@ class _Member:
             name = Path(stamp[0]).name
             numbers = _NUMBER.findall(name)
             step = int(numbers[-1]) if numbers else -1
-            # If a checkpoint has no step in its name, or a step that is not complete, it covers the steps that were
+            # A checkpoint without a step in its name, or with a step that is not complete, covers the steps that were
             # recorded before this poll.
             covered = step if 0 <= step <= follower.last_step else min(last_step, follower.last_step)
             if changed or self._covered < covered == step:
@@ -347,7 +346,7 @@ class _Member:
             if (problem := follower.overdue()) is not None:
                 self._fail(problem)
             self._lease.check()
-            if last < steps:  # within `command.done.within` of the budget: the last steps are not logged
+            if last < steps:  # the command does not log its last steps (`command.done.within`)
                 follower.fill_to(steps)
             journal.checkpoint(steps)
             journal.end(steps if last < steps else last, "finished")
@@ -382,13 +381,12 @@ class _Member:
         )
 
     def _fail(self, reason: str, kind: type[CommandFailedError] = CommandFailedError) -> None:
-        """Record the run as failed, and raise an error of this class."""
         self._lease.check()
         self._journal.end(max(self._follower.last_step, 0), "failed", reason)
         raise kind(reason)
 
     def _last_error_line(self) -> str:
-        """Return the last line in the member's log since the command was started, at most 300 characters."""
+        """Return the last line that was written to the log since the command started, at most 300 characters."""
         text = end_of(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_start)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""

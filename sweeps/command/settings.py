@@ -1,4 +1,4 @@
-"""Check the settings of a member that is a command, and fill in its values."""
+"""Check the settings of a member that runs another trainer's command, and fill in its values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STDOUT = "stdout"
 STDOUT_FILE = "stdout.txt"  # in the member's folder
 # Keys of the configuration that this project uses; all other keys are the user's values.
 OWN_KEYS = OPERATIONAL_KEYS | {"command", "cluster", "member"}
-# Settings added when a study is planned: digests of the files that the command names, and the texts of its templates.
+# Settings that planning adds: digests of the files that the command names, and the texts of its templates.
 FROZEN = ("named", "texts")
 _SECTIONS = {
     "": {
@@ -47,32 +47,33 @@ _SECTIONS = {
 DEFAULT_SET = "heldout"
 _REMOTE = ("mlflow:", "wandb:")
 _NUMBER = re.compile(r"\d+")
-# Option of a shell whose argument is a script, and names of shells.
+# A shell's option whose argument is a script, and names of shells.
 _SHELL_WORDS = re.compile(r"-[a-z]*c")
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A member's command with all values filled in.
+    """Another trainer's command for one member, with all values filled in.
 
     Attributes:
-        words: words of the command line.
-        files: text of each file to write before the start, by its name in the member's folder.
-        env: environment variables in addition to the inherited ones.
+        files: text of each file to write before the command starts, by the file's name in the member's folder.
+        env: environment variables that are added to the inherited ones.
         folder: working directory.
-        source: location of the metrics: `stdout`, a path (with `*` for the newest of several) or an address.
-        is_pattern: whether the source is a path with `*`; other wildcards are literal.
-        step: name of the step column; None for a tracker's usual name.
-        rewards: column of the reward, by evaluation set; the first set is the default.
+        source: where the metrics are: `stdout`, a path (`*` matches several, of which the newest is read) or an
+            address.
+        is_pattern: whether the source is a path with `*`. Other wildcards are taken literally.
+        step: name of the step column; None for the usual names of trackers.
+        rewards: column of the reward, by evaluation set. The first set is the default.
         keep: other columns to record.
         compute: how compute is measured.
         anew: whether an interrupted run starts again from step 0.
         add: words added to the command when it resumes; they may contain `{checkpoint}`.
-        checkpoints: pattern of the checkpoints' paths; None if they are unknown.
-        stop_signal, stop_file: signal to send, and file to create, to ask the command to stop; None for neither.
+        checkpoints: pattern of the checkpoints' paths; None if unknown.
+        stop_signal, stop_file: signal to send, and file to create, by which the command is asked to stop; None for
+            neither.
         stop_within_s: seconds after which a command that was asked to stop is killed.
-        within: number of steps by which the last logged step may be below the budget in a complete run.
+        within: a run is complete if its last logged step is at most this many steps below the budget.
     """
 
     words: tuple[str, ...]
@@ -95,15 +96,15 @@ class Command:
 
     @property
     def remote(self) -> bool:
-        """Return whether the metrics are read from an address, not a file."""
+        """True if the metrics are read from an address, not from a file."""
         return self.source.startswith(_REMOTE)
 
     def newest_checkpoint(self) -> str | None:
-        """Return the path of the checkpoint with the largest numbers in its path; None without a checkpoint."""
+        """Return the path of the checkpoint with the largest numbers in its path; None if there is no checkpoint."""
         return newest(self.checkpoints) if self.checkpoints is not None else None
 
     def checkpoint_stamp(self) -> tuple[str, int] | None:
-        """Return path and modification time (ns) of the newest checkpoint; None without a checkpoint."""
+        """Return path and modification time (ns) of the newest checkpoint; None if there is no checkpoint."""
         path = self.newest_checkpoint()
         try:
             return None if path is None else (path, Path(path).stat().st_mtime_ns)
@@ -112,7 +113,7 @@ class Command:
 
 
 def newest(pattern: str) -> str | None:
-    """Return the matching path with the largest numbers in it, compared in order; None without a match."""
+    """Return the path with the largest numbers in it, compared in order, that matches a pattern; None if none does."""
     paths = glob.glob(pattern)  # noqa: PTH207 (a pattern may be absolute)
     return max(paths, key=lambda path: [int(number) for number in _NUMBER.findall(path)], default=None)
 
@@ -123,20 +124,20 @@ def own_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", only_symbols: bool = False) -> Command:
-    """Make a command from a configuration, with all values filled in.
+    """Make a member's command from a configuration, with all values filled in.
 
     Args:
         config: resolved configuration of a member, checked by `check_kinds`.
         run_dir: the member's folder.
         run: the member's identity.
-        only_symbols: whether to leave the placeholders of seed, budget, study, and the member's folder and identity
-            unfilled. A recipe's identity is computed from this form.
+        only_symbols: whether to leave placeholders for seed, budget, study, and the member's folder and identity. From
+            this form a recipe's identity is computed.
 
     Raises:
-        UserError: a setting that cannot be used, or a placeholder without a value.
+        UserError: a setting cannot be used, or a placeholder has no value.
     """
     settings = _sections(config)
-    # Values that differ between runs of one recipe.
+    # Values in which the runs of one recipe differ.
     run_values = {"seed": config["seed"], "steps": config["budget"]["steps"], "run_dir": str(run_dir), "run": run}
     if only_symbols:
         run_values = {key: f"{{{key}}}" for key in run_values}
@@ -155,7 +156,7 @@ def command_of(config: Mapping[str, Any], run_dir: Path | str, run: str = "", on
         options = [index for index, word in enumerate(line_words) if _SHELL_WORDS.fullmatch(word)]
         for word in line_words[options[0] + 1 : options[0] + 2] if options else ():
             check_for_shell(word, values)
-    # Only stars in the user's pattern are wildcards. Escape wildcards in values and folders, as in `study[1]`.
+    # Only a `*` that the user has written is a wildcard. Escape wildcards in values and folders, such as `study[1]`.
     literal = {key: glob.escape(as_text(value)) for key, value in values.items()}
     escaped = Path(glob.escape(str(folder)))
     source_template = settings["metrics"]["source"]
@@ -216,7 +217,7 @@ def templates(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split(field: str, line: Any) -> list[str]:
-    """Split a command line into words as a shell does; a list is returned with its items as strings.
+    """Split a command line into words as a shell does. The items of a list become strings.
 
     Raises:
         UserError: quotes are not closed.
@@ -230,10 +231,10 @@ def split(field: str, line: Any) -> list[str]:
 
 
 def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under `command` after a check that all keys are known; `files` and `env` are never None.
+    """Return the settings under `command`, with empty groups for missing `files` and `env`.
 
     Raises:
-        UserError: an unknown key.
+        UserError: a key is unknown.
     """
     settings = config["command"]
     for section, valid in _SECTIONS.items():
@@ -247,7 +248,7 @@ def _sections(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewards(reward: Any) -> dict[str, str]:
-    """Return the column of the reward by evaluation set; a single column is that of `DEFAULT_SET`."""
+    """Return the column of the reward by evaluation set. A single column belongs to `DEFAULT_SET`."""
     if reward:
         return (
             {DEFAULT_SET: reward} if isinstance(reward, str) else {str(name): column for name, column in reward.items()}
@@ -256,9 +257,9 @@ def _rewards(reward: Any) -> dict[str, str]:
 
 
 def _templates(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the templates, by the name of the file to write.
+    """Return the text of each template, by the name of the file to write.
 
-    They were stored in the settings when the study was planned; before that, they are read from the templates' files.
+    Planning stores the texts in the settings. Before that, they are read from the templates' files.
 
     Raises:
         UserError: a template cannot be read.
@@ -286,13 +287,13 @@ def _signal(name: Any) -> signal.Signals | None:
 
 
 def check_shared_paths(commands: Sequence[tuple[str, Command]]) -> None:
-    """Check that no two members write to the same path: metrics, checkpoints or the stop file.
+    """Check that no two members write to one path: metrics, checkpoints or stop file.
 
     Args:
         commands: pairs of a member's title and its command.
 
     Raises:
-        UserError: two members share a path; the message has both titles and the path.
+        UserError: two members share a path. The message has the path and both titles.
     """
     known: dict[tuple[str, str], str] = {}
     for title, command in commands:

@@ -1,4 +1,4 @@
-"""Fill in placeholders `{key}` for values of a configuration, in a command's words and in templates of files.
+"""Fill values of a configuration into placeholders `{key}`, in the words of a command and in templates of files.
 
 Other braces are kept (`{"a": 1}`, `${HOME}`), and `{{key}}` becomes the text `{key}`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 
-# Group 1: the key of `{{key}}`, an escaped placeholder. Group 2: the key of `{key}`, but not of `${key}`.
+# Group 1: the key in `{{key}}`, an escaped placeholder. Group 2: the key in `{key}`, but not in `${key}`.
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|(?<!\$)\{([A-Za-z_][\w.]*)\}")
 
 
@@ -27,13 +27,13 @@ def fill(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -
 
     Args:
         text: text with placeholders.
-        values: values by dotted key; those that are not strings are written as in JSON (true, null, 1e-05).
-        field: the setting with the text, for the message.
+        values: values by dotted key. Values that are not strings are written as in JSON (true, null, 1e-05).
+        field: the setting that contains the text, for the message.
         yaml: whether the text is a YAML file. Numbers are then written as in YAML 1.1 (1.0e-05), because PyYAML reads
             1e-05 as a string.
 
     Raises:
-        UserError: a placeholder without a value.
+        UserError: a placeholder has no value.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -55,7 +55,7 @@ def fill(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -
 
 
 def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
-    """Check values that are inserted into a shell script, as in `bash -c "train {loss} | tee log"`.
+    """Check values that are filled into a shell script, as in `bash -c "train {loss} | tee log"`.
 
     Raises:
         UserError: the shell would interpret part of a value.
@@ -74,7 +74,7 @@ def check_for_shell(text: str, values: Mapping[str, Any]) -> None:
 
 
 def _quote_at(text: str) -> str:
-    """Return the quote character that is open at the end of a piece of shell script; "" if none is open."""
+    """Return the quote that is open at the end of a piece of shell script; "" if none is open."""
     quote, index = "", 0
     while index < len(text):
         if text[index] == "\\" and quote != "'":
@@ -91,7 +91,7 @@ def as_text(value: Any) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return all values by dotted key: the groups, and also the values inside them."""
+    """Return all groups and values by dotted key. A group's key is followed by those inside it."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat[f"{prefix}{key}"] = value

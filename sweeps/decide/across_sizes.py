@@ -1,4 +1,4 @@
-"""Joint model of a recipe's sigmoids across model sizes, and the frontier: the best size for each budget.
+"""Joint model of a recipe's sigmoids across model sizes, and from it the best model size for each budget.
 
     log(1 - A) = a0 - a1 log N     log C_mid = c0 + c1 log N     log B = b0     log(1 - R0) = r0 - r1 log N
 
@@ -39,7 +39,7 @@ _GRID, _BUDGETS = 61, 40
 
 @dataclass(frozen=True)
 class Frontier(AsJson):
-    """The best size at one compute, and its reward there. extrapolation: whether no run has spent that much compute."""
+    """Best model size for one compute, and its reward. extrapolation: whether no run has spent this much compute."""
 
     compute: float
     size: Interval
@@ -55,7 +55,7 @@ class AcrossSizes(AsJson):
         sizes: model sizes that were run, ascending, in parameters, (S,).
         log_parameters: D draws of each size's log(1 - A), log C_mid, log B and log(1 - R0), (D, S, 4).
         lines: draws of the four lines, each as its value at the mean of log N over the sizes and its slope, (D, 4, 2).
-        scatter: tau, the standard deviation of sizes about the line, (D, 4).
+        scatter: draws of tau, the standard deviation of sizes about each line, (D, 4).
         schedules: learning rate schedule of each size, which converts compute to effective compute; None if constant.
     """
 
@@ -66,7 +66,7 @@ class AcrossSizes(AsJson):
     schedules: tuple[Schedule | None, ...]
 
     def curve(self, size: float, compute: Array) -> Array:
-        """Return draws of the mean reward over seeds at each compute (m,), for a size that was run or not; (D, m)."""
+        """Return draws (D, m) of the mean reward over seeds at each compute (m,). The size need not have been run."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         schedule = self.schedules[int(at[0])] if len(at) else None
         return _rewards(
@@ -74,10 +74,7 @@ class AcrossSizes(AsJson):
         )
 
     def _log_parameters(self, size: float) -> Array:
-        """Return draws of a size's four logarithms, (D, 4).
-
-        A size that was not run is drawn about the lines, with the standard deviation tau.
-        """
+        """Return draws of a size's four logarithms, (D, 4). A size that was not run is drawn about the lines."""
         at = np.flatnonzero(np.isclose(self.sizes, size, rtol=1e-9))
         if len(at):
             draws: Array = self.log_parameters[:, int(at[0])]
@@ -86,25 +83,23 @@ class AcrossSizes(AsJson):
         return self._on_line(np.log(size)) + self.scatter * rng.standard_normal(self.scatter.shape)
 
     def _on_line(self, log_size: float) -> Array:
-        """Return draws of the lines' values at a size, (D, 4)."""
-        # lines[..., 0] is the line's value at the mean of log N over the sizes that were run.
         return np.asarray(self.lines[..., 0] + self.lines[..., 1] * (log_size - np.log(self.sizes).mean()))
 
     def ceiling(self, size: float) -> Interval:
-        """Return the asymptote A of a size, run or not, with its 95% interval."""
+        """Return the asymptote A of a size with its 95% interval. The size need not have been run."""
         return quantiles(1 - np.exp(self._log_parameters(size)[:, 0]))
 
     def half_gain(self, size: float) -> Interval:
-        """Return C_mid of a size, run or not, in the unit of compute, with its 95% interval."""
+        """Return C_mid of a size with its 95% interval, in the unit of compute. The size need not have been run."""
         return quantiles(np.exp(self._log_parameters(size)[:, 1]))
 
     @property
     def exponents(self) -> dict[str, Interval]:
-        """Exponents of the model size N in 1 - A and in C_mid, by name."""
+        """Exponents of the power laws in N of 1 - A (key `one_minus_A`) and of C_mid (key `C_mid`)."""
         return {"one_minus_A": quantiles(self.lines[:, 0, 1]), "C_mid": quantiles(self.lines[:, 1, 1])}
 
     def frontier(self, start: float, end: float) -> tuple[Frontier, ...]:
-        """Return the best size for budgets from the first evaluation to the limit of useful forecasts.
+        """Return the best model size for each of a series of budgets, up to as far as forecasts are useful.
 
         A size between two that were run gets their interpolated deviation from the line. Sizes outside the range that
         was run are not proposed.
@@ -128,7 +123,7 @@ class AcrossSizes(AsJson):
         return tuple(points)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the field `joint` in `scalerl plan --size --json`."""
+        """Return the object that `scalerl plan --size --json` stores in the field `joint`."""
         return {
             "exponents": {name: interval.to_json() for name, interval in self.exponents.items()},
             "sizes": [
@@ -150,11 +145,14 @@ def _rewards(numbers: Array, compute: Array) -> Array:
 
 
 def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | None:
-    """Fit the joint posterior of a recipe's sizes; None if some size's fit is not a sigmoid, or there is only one size.
+    """Fit the joint posterior of one recipe's sigmoids over its model sizes.
 
     Args:
         by_size: fits of pass rates, under any verdict, by model size in parameters, ascending.
         recipe: name of the recipe, which seeds the draws.
+
+    Returns:
+        None with fewer than two sizes, or if the fit of a size is not a sigmoid.
     """
     fits = list(by_size.values())
     if len(fits) < 2 or any(fit.draws is None or fit.family != "sigmoid" for fit in fits):
@@ -191,7 +189,7 @@ def fit_across(by_size: Mapping[float, Fit], recipe: str = "") -> AcrossSizes | 
 
 
 def _log_parameter_draws(fit: Fit) -> Array:
-    """Return the logarithms of 1 - A (with the spread between seeds), C_mid, B and 1 - R0 of each draw, (K, 4)."""
+    """Return the four logarithms of each draw, (K, 4), with A varied by the spread between seeds."""
     assert fit.draws is not None
     top = np.clip(np.maximum(fit.draws.A + seed_offsets(fit), fit.draws.R0), 0.0, 1 - _MIN_FAILURE)
     start = np.clip(fit.draws.R0, 0.0, top)

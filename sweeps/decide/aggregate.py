@@ -36,7 +36,7 @@ _TAIL = (2.5, 97.5)
 
 @dataclass(frozen=True)
 class AggregateRow(AsJson):
-    """Statistics of one recipe over all sets; intervals are 95%, with open bounds if the recipe has only one run.
+    """Statistics of one recipe over all sets. Intervals are 95%; their bounds are None if the recipe has only one run.
 
     Attributes:
         runs: number of runs with a score on every set.
@@ -103,7 +103,10 @@ def resample(scores: Array, rng: np.random.Generator, reps: int = REPS) -> Array
 
 
 def take(scores: Array, runs: NDArray[np.int64]) -> Array:
-    """Return resampled scores (reps, runs, sets): `runs`, of this shape, has the row to take from each set's column."""
+    """Return resampled scores of shape (reps, runs, sets).
+
+    Entry (i, j, s) is row runs[i, j, s] of column s of `scores`.
+    """
     return np.asarray(scores[runs, np.arange(scores.shape[1])])
 
 
@@ -136,7 +139,7 @@ def aggregate(curves: Sequence[Curve], sets: Sequence[str]) -> Aggregate:
 
 
 def _score_matrices(evaluations: SetScores, sets: Sequence[str]) -> tuple[dict[str, Array], list[str]]:
-    """Return each recipe's newest scores (runs, sets), and notes on runs left out because they lack a set's score."""
+    """Return each recipe's newest scores (runs, sets), and notes on runs left out for lack of a score."""
     matrices, notes = {}, list(evaluations.notes)
     for recipe in dict.fromkeys(recipe for by_recipe in evaluations.scores.values() for recipe in by_recipe):
         by_set = [evaluations.scores[name].get(recipe, {}) for name in sets]
@@ -155,7 +158,6 @@ def _score_matrices(evaluations: SetScores, sets: Sequence[str]) -> tuple[dict[s
 def _compute_aggregate(
     matrices: Mapping[str, Array], sets: tuple[str, ...], evaluations: SetScores, notes: Sequence[str]
 ) -> Aggregate:
-    """Compute the statistics of all recipes from their scores (runs, sets)."""
     order = sorted(matrices, key=lambda recipe: (-float(iqm(matrices[recipe])), recipe))
     all_scores = np.concatenate([matrices[recipe].ravel() for recipe in order])
     thresholds = np.linspace(min(0.0, float(all_scores.min())), float(all_scores.max()), _TAUS)
@@ -196,7 +198,7 @@ def _compute_aggregate(
 
 
 def _interval(value: float, draws: Array, single_run: bool) -> Interval:
-    """Return a value with its bootstrap interval; bounds are None for a single run, which shows no spread."""
+    """Return a value with its bootstrap interval. A single run shows no spread, so its bounds are None."""
     if single_run:
         return Interval(value, None, None)
     low, high = np.percentile(draws, _TAIL)
@@ -204,7 +206,6 @@ def _interval(value: float, draws: Array, single_run: bool) -> Interval:
 
 
 def _sentence(rows: Sequence[AggregateRow], sets: Sequence[str], compute: float) -> str:
-    """Describe the first recipe, and its improvement over the second."""
     first = rows[0]
     text = (
         f"over {counted(len(sets), 'set')} ({', '.join(sets)}) at compute {compute:.4g}, which all runs reached, "

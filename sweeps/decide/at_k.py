@@ -1,8 +1,8 @@
-"""Two rankings of one study: by pass@1, the fraction of right answers, and by pass@k, the problems solved in k tries.
+"""Comparison of two rankings of one study: by pass@1 (right answers) and by pass@k (problems solved in k tries).
 
-A recipe can lead by pass@1 and trail by pass@k. Then it is right more often on problems that the model could already
-solve, but does not solve more problems (Yue et al. 2025, arXiv 2504.13837). So a study with several completions per
-held-out prompt is ranked by both.
+A recipe can be first by pass@1 and behind another by pass@k. It is then right more often on problems that the model
+could already solve, but does not solve more problems (Yue et al. 2025, arXiv 2504.13837). So a study with several
+completions per held-out prompt is ranked by both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sweeps.source.journals import curves_of
 
 @dataclass(frozen=True)
 class PlaceBy(AsJson):
-    """A recipe's place by one metric, pass@1 or pass@k.
+    """A recipe's positions in the two orders of one metric, which is pass@1 or pass@k.
 
     Attributes:
-        place: place by reward at common compute, from 1; None where the reward is unknown there.
+        place: position by reward at common compute, from 1; None where this reward is unknown.
         R, p_best: reward at common compute, and the probability that it is the highest.
-        rank, A: rank by asymptote, and the asymptote; None where the asymptote is not identifiable.
+        rank, A: position by asymptote, and the asymptote; None where the asymptote is not identifiable.
     """
 
     place: int | None
@@ -40,7 +40,7 @@ class PlaceBy(AsJson):
 
 @dataclass(frozen=True)
 class Places(AsJson):
-    """A recipe's places by pass@1 and by pass@k."""
+    """A recipe's positions by pass@1 and by pass@k."""
 
     recipe: str
     at_1: PlaceBy
@@ -55,7 +55,7 @@ class AtK(AsJson):
         k, metric: number of attempts, and the metric's name, such as `eval/heldout/pass@8`.
         compute: largest compute that all recipes have spent, at which rewards are compared.
         differs: whether the two metrics order the recipes differently, by reward at `compute` or by asymptote.
-        sentence: both orders in words.
+        sentence: whether the orders differ, in words.
         rows: recipes in the order of pass@1.
     """
 
@@ -68,7 +68,7 @@ class AtK(AsJson):
 
 
 def at_k(by_one: Ranking, by_k: Ranking, metric: str) -> AtK | None:
-    """Compare the rankings of the same recipes by pass@1 and by pass@k.
+    """Compare a ranking by pass@1 with one of the same recipes by pass@k.
 
     Args:
         by_one: ranking by the pass rate.
@@ -111,7 +111,6 @@ def study_at_k(study: LoadedStudy, ranking: Ranking, fit: Callable[[Sequence[Cur
 
 
 def _place_of(ranking: Ranking, recipe: str) -> PlaceBy:
-    """Return a recipe's place and rank in a ranking."""
     rows = () if ranking.rewards is None else ranking.rewards.rows
     place, row = next(((at, row) for at, row in enumerate(rows, 1) if row.recipe == recipe), (None, None))
     entry = next((entry for entry in ranking.ranking if entry.recipe == recipe), None)
@@ -126,7 +125,7 @@ def _place_of(ranking: Ranking, recipe: str) -> PlaceBy:
 
 
 def _orders_differ(rows: Sequence[Places], field: str) -> bool:
-    """Return whether pass@k and pass@1 order the recipes differently; field: `place` or `rank`."""
+    """Return whether pass@1 and pass@k order the recipes differently by their `field`: `place` or `rank`."""
 
     def order(by: str) -> list[str]:
         return [row.recipe for row in sorted(rows, key=lambda row: getattr(getattr(row, by), field))]
@@ -135,7 +134,7 @@ def _orders_differ(rows: Sequence[Places], field: str) -> bool:
 
 
 def _sentence(k: int, leaders: tuple[RewardRow, RewardRow], differs: bool) -> str:
-    """Describe whether the rankings differ; leaders: the first recipes by pass@1 and by pass@k."""
+    """Describe whether the rankings differ. `leaders` are the first recipes by pass@1 and by pass@k."""
     one, many = leaders
     if one.recipe != many.recipe:
         return (

@@ -1,4 +1,4 @@
-"""Comparison of recipes on every compute axis: steps, tokens, device hours and cost.
+"""Comparison of recipes at equal steps, tokens, device hours and cost.
 
 A recipe with longer answers, or with a stale policy, may gain more per step but less per hour. So recipes are compared
 at the largest compute that all recipes reached, on each compute axis that the source records.
@@ -46,7 +46,7 @@ class Column(AsJson):
 
 @dataclass(frozen=True)
 class ByAxis(AsJson):
-    """Comparison of recipes on all axes. agreed: whether the same recipe is ahead on each axis."""
+    """Comparison of recipes on all compute axes. agreed: whether one recipe has the highest reward on each axis."""
 
     columns: tuple[Column, ...]
     agreed: bool
@@ -59,12 +59,12 @@ class ByAxis(AsJson):
 
 
 def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByAxis:
-    """Compare recipes on every axis.
+    """Compare recipes on every compute axis.
 
     Args:
         fits: for each compute axis, the fits of all recipes on it.
-        rate: price of a device hour. It adds an axis `cost`, computed from device hours or, without these, from another
-            axis in hours. None adds no axis.
+        rate: price of a device hour, which adds an axis `cost`. Cost is computed from device hours or, where these were
+            not recorded, from another axis in hours. None adds no axis.
 
     Raises:
         UserError: the rate is not positive, no axis is in hours, or no axis has enough evaluations.
@@ -94,7 +94,7 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
 
 
 def _multiply(interval: Interval | None, factor: float) -> Interval | None:
-    """Multiply an estimate and its bounds by a factor; None (unknown, or an open bound) stays None."""
+    """Multiply an estimate and its bounds by a factor. An estimate or bound of None stays None."""
     if interval is None:
         return None
     value, low, high = (
@@ -104,7 +104,6 @@ def _multiply(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _sentence(columns: Sequence[Column]) -> str:
-    """Describe which recipe is ahead on which axes, with the smallest of its probabilities on these axes."""
     by_first: dict[str, list[Column]] = {}
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)
@@ -119,7 +118,6 @@ def _sentence(columns: Sequence[Column]) -> str:
 
 
 def _chance_of_all(probabilities: Sequence[float]) -> str:
-    """Format the smallest of several probabilities."""
     text = chance(min(probabilities))
     return text if ">" in text or len(probabilities) == 1 else f"{text} or higher"
 

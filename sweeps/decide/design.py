@@ -29,7 +29,7 @@ class Foresight(AsJson):
         undecided: expected number of comparisons whose 95% interval contains 0; None without an earlier study that
             shows how much recipes differ.
         smallest: smallest difference in reward that a test at 5% detects with 80% power.
-        margin: recipes whose rewards differ by less than this count as equal.
+        margin: difference in reward below which recipes count as equal.
         seeds_needed: seeds per recipe to detect the margin; None for a margin of 0.
         spread: standard deviation of the true differences between two recipes, in reward; None where unknown.
         source: origin of spread and noise, in words.
@@ -106,7 +106,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
 
 
 def _undecided(recipes: int, spread: float, error: float) -> float:
-    """Return the expected number of recipes that cannot be separated from the best observed one, by simulation."""
+    """Simulate studies; return the expected number of recipes that cannot be separated from the best observed one."""
     rng = np.random.default_rng(recipes)
     # spread and error are those of a difference of two recipes, whose variance is twice that of one recipe.
     observed = math.hypot(spread, error) / math.sqrt(2) * rng.standard_normal((_SIMULATED_STUDIES, recipes))
@@ -116,7 +116,7 @@ def _undecided(recipes: int, spread: float, error: float) -> float:
 
 
 def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float, int]]:
-    """Return each pair's standard error, difference and number of seeds, at the compute that all recipes reached."""
+    """Return standard error, difference and number of seeds of each pair, at the compute that all recipes reached."""
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)

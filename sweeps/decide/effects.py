@@ -35,11 +35,11 @@ from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval, interval_of
 from sweeps.fit.predict import asymptote_draws, paths, readable
 
-# OWN: level given to an axis that a recipe does not change. BASE: name of an additional axis, whose level is the
-# recipe's base: the part of its label before the first `+`.
+# OWN: level on the axes that a recipe's label does not change. BASE: name of an additional axis, on which the level is
+# the part of the recipe's label before the first `+`.
 OWN = "(its own)"
 BASE = "recipe"
-# Grid of standard deviations, in units of the reward's scale, or of `_LOG_SCALE` for the logarithm of compute.
+# Grid of standard deviations, as fractions of the reward's scale, or of `_LOG_SCALE` for the logarithm of compute.
 _GRID = np.geomspace(1e-3, 0.5, 14)
 _PRIOR_SD = 0.1
 # Smaller than `_PRIOR_SD`: the cells' residuals are interactions of higher order, rarely as large as main effects.
@@ -50,24 +50,24 @@ _MEAN_SD = 10.0
 _DRAWS = 4000
 # Largest number of cells that are considered for the next run. From a larger grid they are drawn at random.
 _MAX_CELLS = 4096
-# Number of grid points at which a curve is evaluated to find half of its gain.
+# Number of grid points at which a curve is evaluated to find where half of its gain is reached.
 _GRID_SIZE = 241
 
 
 @dataclass(frozen=True)
 class Effect(AsJson):
-    """Effect of a level relative to its axis's first level, averaged over the cells.
+    """Effect of a level relative to the first level of its axis, averaged over the recipes of the grid.
 
-    An interaction's effect is the part that the main effects do not explain.
+    The effect of an interaction is the part that the main effects do not explain.
 
     Attributes:
         axis, level: names; for an interaction both axes, and both levels, joined by `:`.
         against: reference level.
         A: effect on the asymptote, in reward.
         compute: factor by which the level multiplies the compute to half of the gain; None where this compute is known
-            for fewer than three cells.
+            for fewer than three recipes.
         p_positive: posterior probability that the effect on A is above 0.
-        cells: number of cells that have the level.
+        cells: number of recipes that have the level.
     """
 
     axis: str
@@ -81,7 +81,7 @@ class Effect(AsJson):
 
 @dataclass(frozen=True)
 class Cell(AsJson):
-    """A cell of the grid that should be run next.
+    """A combination of levels, not run yet, that should be run next.
 
     Attributes:
         levels: level by axis.
@@ -94,11 +94,11 @@ class Cell(AsJson):
 
 @dataclass(frozen=True)
 class Effects(AsJson):
-    """Effects of all axes of a grid, and the cells to run next.
+    """Effects of all axes of a grid, and the combinations of levels to run next.
 
     Attributes:
         effects: main effects and interactions; empty where the study changes one axis at a time.
-        next: cells to run next, the most informative first.
+        next: combinations of levels to run next, the most informative first.
         residual_sd: standard deviation of the cells' residuals, in reward.
         cells: number of recipes used.
         left_out: recipes without a forecast, which were not used.
@@ -124,8 +124,7 @@ def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> li
     changed_axes = {part.partition("=")[0] for recipe in recipes for part in recipe.split("+")[1:]}
     cells = []
     for recipe, recipe_factors in zip(recipes, factors, strict=True):
-        # Factors are appended to a recipe's label; cut them off before parsing, because they may contain spaces and
-        # `+`.
+        # Remove the factors that were appended to the label before parsing: they may contain spaces and `+`.
         suffix = "".join(f" {name}={value}" for name, value in recipe_factors.items())
         base, *parts = recipe.removesuffix(suffix).split("+")
         cell = {BASE: base, **recipe_factors}
@@ -159,14 +158,14 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         raise UserError(f"effects: {len(readable_fits)} recipes can be read; a grid takes three or more")
     cells = table_of([fit.recipe for fit in readable_fits], [fit.curve.factors for fit in readable_fits])
     axes = {axis: list(dict.fromkeys(cell[axis] for cell in cells)) for axis in cells[0]}
-    # Sort the unchanged level first, because it is the reference of the effects.
+    # The level of recipes that keep their base's choice comes first, because it is the reference of the effects.
     axes = {axis: sorted(levels, key=lambda level: level != OWN) for axis, levels in axes.items() if len(levels) > 1}
     if not axes:
         raise UserError("effects: all recipes are alike in every axis; give a grid of labels such as base+loss=dapo")
     for axis in {axis for pair in interactions for axis in pair}:
         if axis not in axes:
             raise UserError(f"--interaction {axis}: no axis that varies here; those are {', '.join(axes)}")
-    # A repeated pair would split its effect between equal columns of the design.
+    # A pair given twice would make equal columns in the design matrix, which would split its effect.
     pairs: dict[frozenset[str], tuple[str, str]] = {}
     for pair in interactions:
         pairs.setdefault(frozenset(pair), pair)
@@ -222,9 +221,9 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
 
 
 def _central_cell(cells: Sequence[Mapping[str, str]]) -> int | None:
-    """Return the index of the central cell, from which every other cell differs in one axis only; None without one.
+    """Return the index of the cell from which every other cell differs in one axis only; None if there is no such cell.
 
-    Several cells qualify if only one axis varies: the one with the fewest changes is the centre.
+    If only one axis varies, every cell qualifies: the one with the fewest changes is returned.
     """
     centres = [
         n
@@ -292,7 +291,6 @@ class _Design:
         return cls(main, pairs.reshape(len(cells), len(level_pairs)), np.array(rows), tuple(effects))
 
     def of_cells(self, which: Sequence[int]) -> _Design:
-        """Return the design restricted to the cells at these indices."""
         return _Design(self.main[which], self.pairs[which], self.coefficients, self.effects)
 
 
@@ -303,7 +301,7 @@ class _Posterior:
     Attributes:
         draws: K joint draws of the effects, (c, K).
         residual_sd: posterior mean of s0, the standard deviation of the cells' residuals.
-        effect_sds: posterior means of s1 and s2, the standard deviations of main effects and interactions.
+        effect_sds: posterior means of s1 (main effects) and s2 (interactions).
     """
 
     draws: Array
@@ -369,7 +367,7 @@ def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Posterior:
 
 
 def _compute_to_half_gain(fit: Fit) -> Array | None:
-    """Return draws of the compute at which a curve has half of its gain, (K,); None where it does not rise."""
+    """Return draws (K,) of the compute at which half of a curve's gain is reached; None if it does not rise."""
     if fit.verdict in ("flat", "decreasing") or fit.window is None:
         return None
     computes = np.concatenate([[0.0], np.geomspace(fit.window[1] / 1000, FARTHEST * fit.window[1], _GRID_SIZE)])
@@ -388,9 +386,9 @@ def _choose_next_cells(
     error_variance: float,
     limit: int = 3,
 ) -> list[Cell]:
-    """Choose up to `limit` new cells, one by one: always the cell that most reduces the main effects' total variance.
+    """Choose up to `limit` new cells one by one: each time the one that most reduces the main effects' total variance.
 
-    `error_variance` is the variance of one estimate.
+    `error_variance` is the variance of one cell's estimate.
     """
     known_levels = {tuple(cell[axis] for axis in axes) for cell in cells}
     size = int(np.prod([len(levels) for levels in axes.values()], dtype=float))
@@ -411,18 +409,18 @@ def _choose_next_cells(
         prior = np.concatenate([np.full(design.main.shape[1], first**2), np.full(design.pairs.shape[1], second**2)])
         noise = error_variance + posterior.residual_sd**2
         observed = z[: len(run_cells)]
-        # A variance of 100 x the largest makes the prior of the common mean practically flat.
+        # Adding 100 x the largest variance everywhere makes the prior of the common mean practically flat.
         total = (observed * prior) @ observed.T + noise * np.eye(len(run_cells)) + 100.0 * max(prior.max(), noise)
         covariance = np.diag(prior) - (prior[:, None] * observed.T) @ np.linalg.solve(total, observed * prior)
         mains = design.coefficients[[":" not in axis for axis, _, _ in design.effects]]
-        # Summed variance of the main effects before the candidate is run.
+        # Summed variance of the main effects without the candidate.
         variance_now = float(np.trace(mains @ covariance @ mains.T))
         cross = mains @ covariance @ z[len(run_cells) :].T  # (effects, candidates)
         predictive = np.einsum("np,pq,nq->n", z[len(run_cells) :], covariance, z[len(run_cells) :]) + noise
-        # One more observation is a rank-one update: covariance - (covariance z)(covariance z)' / (z' covariance z +
-        # noise).
+        # By a rank-one update, one more observation z reduces the covariance by (covariance z)(covariance z)' / (z'
+        # covariance z + noise).
         gains = (cross**2).sum(0) / predictive / variance_now
-        # Of candidates that are equal up to rounding take the first, so that the choice is the same on every machine.
+        # Take the first candidate among those equal up to rounding, so that the choice is the same on every machine.
         best = int(np.argmax(gains > gains.max() * (1 - 1e-6)))
         if gains[best] < 1e-3:
             break
@@ -432,7 +430,10 @@ def _choose_next_cells(
 
 
 def _notes(cells: Sequence[Mapping[str, str]], axes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a note on each pair of axes whose levels always change together, so that the grid cannot separate them."""
+    """Return a note on each pair of axes whose levels always change together.
+
+    The grid cannot separate their effects.
+    """
     return [
         f"{a} and {b} vary together, so the grid cannot separate their effects"
         for a, b in combinations(axes, 2)

@@ -3,7 +3,7 @@
     C(q) = compute at which a recipe has gained the fraction q of the way from R0 to the tied recipes' common asymptote
 
 B alone does not measure efficiency: it is an exponent, and two recipes with equal A and B may differ in C_mid. Tied
-recipes are ordered by C(0.9). Wherever one compute is shown as a multiple of another, the multiple is a `Ratio`.
+recipes are ordered by C(0.9). `Ratio` is the posterior of one compute as a multiple of another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sweeps.fit.seeds import SeedSpread
 
 # Fractions of the gain. Ties are broken by the compute to reach MOST; the compute to reach HALF is only shown.
 MOST, HALF = 0.9, 0.5
-# Probability beyond either end of a 95% interval.
+# Probability below, and above, a 95% interval.
 TAIL = 0.025
 
 
@@ -41,7 +41,10 @@ class Ratio:
 
     @classmethod
     def of(cls, computes: Array, reference: Array) -> Ratio:
-        """Divide computes (K,) draw by draw; infinity means that the reward is never reached. 0 / 0 counts as 1."""
+        """Divide `computes` by `reference` in each draw, (K,).
+
+        Infinity means that the reward is never reached; 0 / 0 gives 1.
+        """
         is_finite = np.isfinite(computes) | np.isfinite(reference)
         numerator, denominator = computes[is_finite], reference[is_finite]
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -80,7 +83,7 @@ def tail_of_all_pairs(count: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """Draws of a recipe's compute to 90%, and to half, of the way to a shared asymptote; (K,), in the curves' unit.
+    """Draws of a recipe's compute to 90%, and to half, of the gain from R0 to a shared asymptote; (K,).
 
     A compute is infinite where it is beyond the range in which the fit may be used. B and C_mid (K,) belong to the same
     draws.
@@ -95,12 +98,12 @@ class Efficiency:
 def efficiencies(
     tied: Sequence[Fit], shared_a: float, spreads: Mapping[str, SeedSpread] | None = None
 ) -> dict[str, Efficiency]:
-    """Draw the efficiency of recipes that share an asymptote; returns it by recipe.
+    """Return each recipe's draws of the compute to a fraction of the gain, for recipes that share an asymptote.
 
     A recipe's draws are weighted by how close their A is to the shared one. The width of the weights combines the
-    spread between seeds (the runs at hand may differ from their recipe) and the error of the shared A. If A were fixed
-    at the shared value instead, both errors would be missing, and two recipes that differ only in their seeds would
-    look surely different.
+    spread between seeds, because more seeds could give another A, and the error of the shared A. With A fixed at the
+    shared value both errors would be missing, and two recipes that differ only in their seeds would look surely
+    different.
 
     Args:
         tied: identifiable recipes.
@@ -119,7 +122,7 @@ def efficiencies(
         width = max(float(np.hypot(spread.sd / np.sqrt(max(fit.informative_seeds, 1)), error)), 1e-9 * fit.curve.scale)
         rng = generator(fit.recipe, "efficiency")
         squares = ((draws.A - shared_a) / width) ** 2
-        # Log density of Student's t, or of a normal distribution where the spread counts as known.
+        # Log density of Student's t, or of a normal distribution if the spread between seeds is treated as known.
         dof = spread.dof
         density = -0.5 * squares if np.isinf(dof) else -0.5 * (dof + 1) * np.log1p(squares / dof)
         rows = draw_by_weight(np.exp(density - density.max()), DRAWS, rng)

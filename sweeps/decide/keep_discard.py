@@ -1,7 +1,7 @@
-"""Keep or discard a change by the final values of a few runs, for loops that do not record curves (`scalerl decide`).
+"""Keep or discard a change by the final values of a few runs (`scalerl decide`), for users who do not record curves.
 
-The difference of two recipes is tested against the noise floor: the spread between repeated runs. A loop that keeps
-every change that improved a single run mistakes noise for progress.
+The difference of two recipes is tested against the noise floor: the spread between repeated runs. If every
+change that improved a single run is kept, noise is mistaken for progress.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sweeps.source.run_values import RunTable, RunValues
 from sweeps.terminal import counted
 
 KEEP, DISCARD, UNDECIDED = "keep", "discard", "undecided"
-# If both recipes have this many runs, each recipe's own spread is used. With fewer runs, all recipes are assumed to
-# have the same spread.
+# Where both recipes have this many runs, each recipe's own spread is used. Otherwise all recipes are assumed to have
+# the same spread.
 _MIN_RUNS_OWN_SPREAD = 3
-# Number of runs of the baseline that is recommended if nothing was repeated. With so many runs, the 95% interval of the
-# noise floor is 0.6 to 2.9 times its value.
+# Recommended number of runs of the baseline where nothing was repeated. With 5 runs, the 95% interval of the noise
+# floor is 0.6 to 2.9 times its value.
 _REPEATS = 5
 _TAIL = 0.025
 _POWER = 0.8
@@ -65,8 +65,8 @@ class ChangeVerdict(AsJson):
         lower_is_better: whether the value is a loss.
         sides: baseline and candidate.
         difference: gain of the candidate over the baseline, positive where it is better; None without a spread.
-        spread: spread that the interval is based on: `own` (of the two recipes' runs) or `noise floor`; None without an
-            interval.
+        spread: source of the spread behind the interval: `own` (the two recipes' runs) or `noise floor`; None without
+            an interval.
         noise_floor: pooled standard deviation between repeated runs of one recipe; None without repeated runs.
         degrees: degrees of freedom of the noise floor.
         margin: smallest difference that matters. Without a given margin it is the noise floor; None if that is unknown.
@@ -98,7 +98,7 @@ class ChangeVerdict(AsJson):
 
     @property
     def margin_text(self) -> str:
-        """The margin in words, for the sentence "to detect ..."; empty if it is unknown."""
+        """The words for the margin after "to detect" in a sentence; empty if the margin is unknown."""
         return "" if self.margin is None else _describe_margin(self.margin, self.noise_floor)
 
 
@@ -113,13 +113,12 @@ class _Estimate:
 
     @property
     def interval(self) -> Interval:
-        """The 95% interval of the difference."""
         half = self.error * -float(stdtrit(self.degrees, _TAIL))
         return Interval(self.value, self.value - half, self.value + half)
 
     @property
     def verdict(self) -> str:
-        """Which side of 0 the interval is on: keep, discard, or undecided if it contains 0."""
+        """`keep` if the interval is above 0, `discard` if it is below 0, `undecided` if it contains 0."""
         interval = self.interval
         assert interval.low is not None and interval.high is not None
         return KEEP if interval.low > 0 else DISCARD if interval.high < 0 else UNDECIDED
@@ -130,16 +129,17 @@ def keep_or_discard(
 ) -> ChangeVerdict:
     """Decide whether the candidate replaces the baseline.
 
-    With three or more finished runs of each recipe, the interval is Welch's, from the two recipes' own spreads. With
-    fewer it is Student's, from the noise floor. The noise floor is the pooled spread of all repeated runs in the table,
-    on the assumption that the spread is the same for all recipes.
+    With three or more finished runs of each recipe, the interval is Welch's, from the spreads of these two recipes.
+    With fewer it is Student's, from the noise floor: the spread of all repeated runs in the table, pooled on the
+    assumption that it is the same for all recipes.
 
     Args:
         table: runs of all recipes; runs of other recipes help to estimate the noise floor.
         baseline: the current recipe.
         candidate: the changed recipe, which may replace the baseline.
-        margin: smallest difference that matters, for the number of runs needed; None for the noise floor.
-        lower_is_better: whether the value is a loss.
+        margin: smallest difference that matters, from which the number of runs needed is computed; None for the noise
+            floor.
+        lower_is_better: whether the compared value is a loss.
 
     Raises:
         UserError: a recipe is unknown or compared with itself, or the margin is not positive.
@@ -191,16 +191,16 @@ def keep_or_discard(
 
 
 def runs_needed(spread: float, margin: float) -> int | None:
-    """Return how many runs of each recipe detect a difference at 5% (two-sided t test) with 80% power.
+    """Return the runs of each recipe needed to detect a difference at 5% (two-sided t test) with 80% power.
 
     Args:
         spread: standard deviation between runs of one recipe, above 0.
         margin: difference to detect, in the same unit.
 
     Returns:
-        At least 2; None above 10,000.
+        A number of 2 or more; None if it is above 10,000.
     """
-    # Start at the normal distribution's answer, a lower bound, because Student's t is wider.
+    # The normal distribution's answer is a lower bound, because Student's t is wider: start the search there.
     count = max(math.ceil(2 * (POWER * spread / margin) ** 2), 2) if spread / margin < MOST_SEEDS else MOST_SEEDS + 1
     while count <= MOST_SEEDS:
         degrees = 2 * count - 2
@@ -212,13 +212,12 @@ def runs_needed(spread: float, margin: float) -> int | None:
 
 
 def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the values, or only the first if all are equal: such runs repeat one seed and show no spread."""
+    """Return the values, or only the first if all are equal: runs that repeat one seed show no spread."""
     same = values and max(values) - min(values) <= 1e-12 * max(map(abs, values))
     return values[:1] if same else values
 
 
 def _sum_of_squares(values: Sequence[float]) -> float:
-    """Return the sum of squared distances from the mean."""
     mean = fmean(values) if values else 0.0
     return math.fsum((value - mean) ** 2 for value in values)
 
@@ -235,7 +234,7 @@ def _noise_floor(squares: float, degrees: int) -> Interval | None:
 def _estimate(
     base_values: Sequence[float], candidate_values: Sequence[float], sign: float, squares: float, degrees: int
 ) -> _Estimate | None:
-    """Return the gain of the candidate; None if a recipe has no finished run, or no recipe has repeated runs."""
+    """Return the gain of the candidate; None if a recipe has no finished run, or no recipe was run twice."""
     if not base_values or not candidate_values or not degrees:
         return None
     gain = sign * (fmean(candidate_values) - fmean(base_values))
@@ -261,8 +260,8 @@ def _doubt(
 ) -> str:
     """Return why failed runs cast doubt on a decided difference; empty if they do not.
 
-    Runs often fail because they go badly. So more than half of the better recipe's runs must have finished, and
-    the difference must remain if its failed runs are counted with the other recipe's mean.
+    A run that fails would often have had a bad value. So more than half of the better recipe's runs must have finished,
+    and the difference must remain if its failed runs are given the other recipe's mean.
     """
     base_values, candidate_values = list(values[base_runs.recipe]), list(values[candidate_runs.recipe])
     candidate_leads = sign * (fmean(candidate_values) - fmean(base_values)) > 0
@@ -285,7 +284,6 @@ def _doubt(
 
 
 def _side(runs: RunValues) -> Side:
-    """Summarize the runs of one recipe."""
     count = len(runs.values)
     return Side(
         recipe=runs.recipe,
@@ -353,7 +351,6 @@ def _remedy(
 
 
 def _describe_margin(margin: float, floor: Interval | None) -> str:
-    """Return the margin in words, with a remark if it equals the noise floor."""
     text = f"as large as the noise floor ({margin:.4g})" if _is_floor(margin, floor) else f"of {margin:.4g}"
     return f"a difference {text}"
 
@@ -363,7 +360,6 @@ def _is_floor(margin: float, floor: Interval | None) -> bool:
 
 
 def _notes(by_name: Mapping[str, RunValues], values: Mapping[str, tuple[float, ...]]) -> list[str]:
-    """Return remarks on identical runs and on failed runs."""
     notes = [
         f"{name}: its {len(runs.values)} runs are identical and count as one; give each another seed"
         for name, runs in by_name.items()

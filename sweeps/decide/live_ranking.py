@@ -1,4 +1,4 @@
-"""Ranking of a watched study in a background thread, so that the screen does not wait for fits."""
+"""Ranking of a running study in a background thread, so that the screen of `scalerl watch` does not wait for fits."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from sweeps.fit.fit import Fit
     from sweeps.fit.points import FitOptions
 
-# Both limit the CPU time of rankings: fewest seconds from the start of one to the next, and the pause after a ranking
-# as a multiple of its duration.
+# Limits on the CPU time of rankings. MIN_PAUSE_S: fewest seconds from the start of one ranking to the next.
+# PAUSE_FACTOR: the pause after a ranking as a multiple of its duration.
 MIN_PAUSE_S, PAUSE_FACTOR = 5.0, 2.0
 _NICE = 10  # a low priority, because members of the study may be training on this machine
 
 
 class LiveRanking(Thread):
-    """Thread that refits the recipes with new evaluations, ranks all, and checks forecasts as `decide.watch` does.
+    """Thread that refits and ranks a study's recipes, and checks earlier forecasts (`sweeps.decide.watch`).
 
     Args:
         options: options of every fit.
         path: file for snapshots, see `sweeps.decide.watch`; None for no file.
-        margin: recipes whose A differ by less are tied; None for the default.
+        margin: recipes whose A differ by less are tied; None for 0.02 of the reward's scale.
 
     Attributes:
         ranking: the newest ranking; None before the first.
         ranked_s: time of that ranking, by `time.monotonic`.
         evaluations: number of evaluations that the ranking is based on.
-        departures: by recipe, the warning that it has departed from its forecast.
-        trouble: the last error of ranking; "" if the last attempt succeeded.
+        departures: warnings, by recipe, that new rewards contradict the recipe's earlier forecast.
+        trouble: error of the last attempt to rank; "" if it succeeded.
     """
 
     def __init__(self, options: FitOptions, path: Path | None, margin: float | None) -> None:
@@ -52,13 +52,13 @@ class LiveRanking(Thread):
         self.trouble = ""
 
     def set_curves(self, curves: Sequence[Curve]) -> None:
-        """Set the newest curves to rank next; setting the same list again changes nothing."""
+        """Set the curves to rank next. Setting the same list again has no effect."""
         if curves and curves is not self._curves:
             self._curves = curves
             self._new.set()
 
     def run(self) -> None:
-        """Rank the newest curves, then check their forecasts until new curves arrive; never returns."""
+        """Rank the newest curves, then check their forecasts until newer curves are set. Never returns."""
         # Imported here, so that the screen appears before the slow imports.
         from sweeps.decide.watch import Watch
         from sweeps.source import LoadedStudy
@@ -84,7 +84,7 @@ class LiveRanking(Thread):
             time.sleep(max(0.0, next_s - time.monotonic()))
 
     def rank(self, curves: Sequence[Curve]) -> None:
-        """Fit the recipes that have new evaluations, and rank all."""
+        """Refit the recipes that have new evaluations, and rank all recipes."""
         from sweeps.decide.rank import rank
         from sweeps.fit.fit import fit_curve, pool_over_recipes
 

@@ -1,21 +1,21 @@
 """Choice of the next run by expected value of information, and the split of a budget over recipes.
 
-Recipes are chosen by asymptote. The loss of a choice is how far the chosen recipe's A is below the best A, as in
-`sweeps.decide.standing`. The expected loss of choosing now comes from the fits' joint draws. A step extends the runs of
-one recipe or adds a seed. For each possible step, outcomes are simulated (a preposterior analysis): a true A and new
+Recipes are chosen by asymptote. The loss of a choice is the best A minus the A of the chosen recipe. The expected loss
+of choosing now comes from the fits' joint draws (`sweeps.decide.standing`). A step extends the runs of one recipe or
+adds a seed to it. For each possible step, outcomes are simulated (a preposterior analysis): a true A and new
 evaluations are drawn, all draws are weighted by how well they explain these evaluations, and a recipe is chosen again.
 The gain of a step is the expected reduction of the loss (the value of sample information, Raiffa and Schlaifer 1961).
 
 Approximations:
-- New evaluations are spaced like the old ones. Their noise is independent, with a variance that makes their mean as
-  uncertain as under the correlated noise of the old ones.
+- New evaluations are spaced like the existing ones. Their noise is independent, with a variance that makes their mean
+  as uncertain as under the correlated noise of the existing ones.
 - An extension gives information on A only through the recipe's curve.
 - A new seed is one observation of the recipe's A. Its variance is the variance between seeds plus that of the fit of
   one run.
 - Ties in A are not broken by efficiency.
 - Only the next step is simulated, not sequences of steps.
 - Where few draws explain the new data, the noise is raised until enough do, which understates the gain.
-- Where A is not identifiable, its draws are the final rewards under all laws. These draws are widely spread.
+- Where A is not identifiable, its draws are the final rewards under all laws (forms of the curve), which differ widely.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import reward_at, spacing
 
-# Verdicts of recipes whose steps are simulated. The draws of an A that is not identifiable are wide: they show whether
-# the recipe may be the best and what an extension would reveal, but they do not justify choosing the recipe.
+# Verdicts of recipes whose steps are simulated. Where A is not identifiable its draws are wide: they show whether the
+# recipe may be the best and what an extension would reveal, but they do not justify choosing it.
 _CONTENDER_VERDICTS = ("identifiable", "open", "at_bound", "pre_inflection", "misfit")
 _EXTENSION_FACTORS = (1.5, 2.0, 3.0, 4.0)
 _OUTCOMES = 400
 _SAMPLES = 256
-# Smallest allowed effective number of draws that explain an outcome, as a mean over outcomes.
+# Smallest allowed effective number of draws that explain an outcome, averaged over outcomes.
 _MIN_EFFECTIVE_DRAWS = 20.0
 # Smallest gain, as a fraction of the reward's scale, that exceeds the error of the simulation.
 _MIN_GAIN = 0.0005
-# Of the steps with at least this fraction of the recipe's largest gain, the one with the most gain per cost is chosen.
+# Only steps with at least this fraction of the recipe's largest gain are considered. Of these, the one with the most
+# gain per cost is chosen.
 _CHEAP_SHARE = 0.5
 # An extension's evaluations are thinned to at most this many points.
 _MAX_POINTS = 64
-# Besides the leader, at most `_MAX_SIMULATED` recipes are simulated, each of which is best with probability
-# `_MIN_P_BEST` or more. The other recipes keep their present draws.
+# Besides the leader, at most `_MAX_SIMULATED` recipes are simulated, each with a probability of being best of at least
+# `_MIN_P_BEST`. The draws of the other recipes are not updated.
 _MIN_P_BEST, _MAX_SIMULATED = 0.002, 10
 _ENDED_REASON = "one of its runs ended before its budget (for example, prompts were exhausted) and cannot be extended"
 
@@ -84,7 +85,8 @@ class Settlement:
 
     Attributes:
         leader, p_wrong, margin: see `sweeps.decide.standing.Standing`; the ranking reports the same.
-        steps: the best next step of each recipe, by expected gain per cost; steps without an expected gain come last.
+        steps: the best next step of each recipe, the highest expected gain per cost first; steps without an expected
+            gain come last.
         sentence: the state in words.
         settled: whether the data decide the choice.
     """
@@ -99,12 +101,13 @@ class Settlement:
 
 @dataclass(frozen=True)
 class Share:
-    """One recipe's part of a budget.
+    """The compute that one recipe gets of a budget.
 
     Attributes:
         compute: compute added, over all its runs, in the curves' unit.
         to: compute that a run of the recipe then reaches; None if nothing is added.
-        R: reward at `to`, or at the present end of its runs if nothing is added; None where the fit may not be used.
+        R: reward at `to` or, if nothing is added, at the largest compute of its runs; None where the fit may not be
+            used.
     """
 
     recipe: str
@@ -120,11 +123,11 @@ class Split:
 
     Attributes:
         budget: compute to be split, in the curves' unit.
-        shares: part of each recipe.
+        shares: what each recipe gets.
         steps: steps that may decide the choice, which are paid for first.
-        winner: the recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`. None if no
-            leader has a rising curve, its expected loss exceeds the margin, or its runs cannot be extended.
-        commit: start and end compute of the winner's continued run; None if nothing is committed.
+        winner: recipe that gets the remaining budget: the leader of `sweeps.decide.standing.Standing`. None if no
+            leader has a rising curve, the leader's expected loss exceeds the margin, or its runs cannot be extended.
+        commit: start and end compute of the winner's continued run; None if there is no winner or nothing remains.
         sentence: the split in words.
     """
 
@@ -158,7 +161,7 @@ class _Simulation:
         self.theta = {i: asymptotes[i] for i in self.simulated}
         self._rows = {i: standing.drawn[i].rows for i in self.simulated}
         self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.simulated}
-        # Of the other recipes keep only the highest A, on which the loss depends.
+        # The loss depends on the other recipes only through their highest A: keep that.
         self._best_other = np.full((_OUTCOMES, _SAMPLES), -np.inf)
         for i in range(len(asymptotes)):
             if i not in self.theta:
@@ -169,22 +172,22 @@ class _Simulation:
         self.min_gain = _MIN_GAIN * max(fit.curve.scale for fit in fits)
 
     def _losses(self, samples: Sequence[Array]) -> Array:
-        """Return the loss of choosing each of R recipes, the best A minus its A; (J, L) per recipe -> (R, J, L)."""
+        """Return the loss of choosing each of R recipes: the best A minus its own; (J, L) per recipe -> (R, J, L)."""
         stacked = np.stack(samples)
         losses: Array = np.maximum(stacked.max(axis=0), self._best_other) - stacked
         return losses
 
     def _sample(self, fit: Fit, theta: Array) -> Array:
-        """Sample from draws of a recipe's A, (K,) -> (J, L); the same indices at each call for one recipe."""
+        """Sample from draws of a recipe's A, (K,) -> (J, L). Every call for one recipe uses the same indices."""
         rng = np.random.default_rng(zlib.crc32(fit.recipe.encode()) + 4)
         samples: Array = theta[rng.integers(len(theta), size=(_OUTCOMES, _SAMPLES))]
         return samples
 
     def loss_after(self, steps: Mapping[int, Step]) -> float:
-        """Return the expected loss of the choice after the given steps, by index of their recipe.
+        """Return the expected loss of the choice after the given steps. The keys of `steps` are indices into `fits`.
 
-        The recipe is chosen on half of an outcome's samples and its loss is computed on the other half. So the choice
-        cannot profit from the noise of the simulation.
+        The recipe is chosen on half of an outcome's samples and its loss is computed on the other half, so that the
+        noise of the simulation does not make the choice look better.
         """
         samples = [self._posterior(i, steps[i]) if i in steps else prior for i, prior in self._prior.items()]
         losses = self._losses(samples)
@@ -199,7 +202,7 @@ class _Simulation:
         if key not in self._posterior_indices:
             fit, theta = self.fits[i], self.theta[i]
             rng = np.random.default_rng(zlib.crc32(repr((fit.recipe, *key[1:])).encode()))
-            # Take the true values at evenly spaced quantiles of A, which is less noisy than drawing them.
+            # Evenly spaced quantiles of A are less noisy than random draws as true values.
             order = np.argsort(theta, kind="stable")
             truth = order[((np.arange(_OUTCOMES) + 0.5) / _OUTCOMES * len(theta)).astype(np.intp)]
             if step.action == "seed":
@@ -216,22 +219,23 @@ class _Simulation:
 
 
 def _seed_signal(fit: Fit, theta: Array) -> Array:
-    """Return what one more seed would measure under each draw of A (K,), in units of the measuring error; (K, 1)."""
+    """Return A in units of the standard error of a new seed's A: what a new seed measures under each draw, (K, 1)."""
     # A new run's A differs from the recipe's by the spread between seeds and by the error of one run's fit. This
-    # difference has `seeds` times the variance of `theta`, because `theta` is drawn for the mean over seeds.
+    # difference has `fit.seeds` times the variance of `theta`, because `theta` is drawn for the mean over that many
+    # seeds.
     signal: Array = (theta / np.sqrt(fit.seeds * max(float(theta.var()), 1e-12)))[:, None]
     return signal
 
 
 def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Array:
-    """Return what an extension would measure under each draw: the curve there, in units of the noise; (K, q).
+    """Return what an extension measures under each draw: the curve, in units of the noise; (K, q).
 
-    The curves are reduced to the q directions in which they differ most (singular value decomposition, q <= 6).
+    The curves are reduced to the q <= 6 directions in which they differ most (singular value decomposition).
     """
     assert fit.outlook is not None
     computes = _extension_computes(fit, to)
     thinned = computes[np.unique(np.linspace(0, len(computes) - 1, min(len(computes), _MAX_POINTS)).astype(np.intp))]
-    # Noise of one thinned point, such that the mean of the thinned points is as certain as the mean of all points.
+    # Variance of one thinned point, such that the mean of the thinned points is as certain as the mean of all points.
     variance = float(np.mean(fit.outlook.noise**2)) / len(computes) * len(thinned) / fit.seeds
     # Row k of the curves must belong to draw k of the asymptotes.
     curves = fit.outlook.at(thinned)
@@ -243,7 +247,7 @@ def _extension_signal(fit: Fit, to: float, rows: NDArray[np.intp] | None) -> Arr
 
 
 def _extension_computes(fit: Fit, to: float) -> Array:
-    """Return the computes (m,) of an extension's evaluations, at the median spacing of those in the window."""
+    """Return the computes (m,) of an extension's evaluations, spaced as the existing ones are in the median."""
     assert fit.window is not None
     end = fit.window[1]
     count = max(1, round((to - end) / max(spacing(fit), 1e-12 * end)))
@@ -254,7 +258,7 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
     """Weight all draws by how well they explain the simulated outcome of each true draw.
 
     Args:
-        signal: what a step would measure under each draw, in units of the noise, (K, q).
+        signal: what a step measures under each draw, in units of the noise, (K, q).
         truth: index of the true draw of each outcome, (J,).
         rng: source of the outcomes' noise.
 
@@ -265,7 +269,7 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
     scale = 1.0
     while True:
         observed = signal[truth] / scale + noise
-        # Squared distances of outcomes to all draws, |o|^2 - 2 o.s + |s|^2: (J, K) without a (J, K, q) array.
+        # Squared distances of outcomes o to all draws s, |o|^2 - 2 o.s + |s|^2: (J, K) without a (J, K, q) array.
         distance = (observed**2).sum(1)[:, None] - 2 * observed @ signal.T / scale + (signal**2).sum(1) / scale**2
         # Exclude the true draw: where few draws explain an outcome, it would make the outcome look too informative.
         distance[np.arange(len(truth)), truth] = np.inf
@@ -273,12 +277,11 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
         weight /= weight.sum(1, keepdims=True)
         if float(np.mean(1 / (weight**2).sum(1))) >= _MIN_EFFECTIVE_DRAWS or scale > 1e9:
             return np.asarray(weight)
-        # Too few draws explain the outcomes: raise the noise.
         scale *= 1.5
 
 
 def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[Fit]]:
-    """Group fits whose recipes are alternatives to each other: equal in every factor except `apart_from`."""
+    """Group fits of recipes that are alternatives to each other: those with equal factors, except for `apart_from`."""
     groups: dict[tuple[str, ...], list[Fit]] = {}
     for fit in fits:
         levels = tuple(value for name, value in fit.curve.factors.items() if name != apart_from)
@@ -287,7 +290,7 @@ def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[
 
 
 def _contenders(fits: Sequence[Fit]) -> list[Fit]:
-    """Return the fits whose curve informs on the asymptote; only their steps are simulated."""
+    """Return the fits whose curve informs on the asymptote. Only for these recipes are steps simulated."""
     return [
         fit
         for fit in fits
@@ -297,21 +300,19 @@ def _contenders(fits: Sequence[Fit]) -> list[Fit]:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The current state of the choice between recipes, and its simulated future."""
+    """The current state of the choice between recipes, and simulated outcomes of its next steps."""
 
     fits: Sequence[Fit]
     standing: Standing
 
     @cached_property
     def future(self) -> _Simulation:
-        """Simulated outcomes of the possible next steps, computed at first use."""
+        """Simulated outcomes of the possible next steps, computed when first read."""
         return _Simulation(self.fits, self.standing)
 
 
 def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
-    """Return the `Choice` between these recipes: its standing now.
-
-    The outcomes of possible next steps (`Choice.future`) are simulated only when they are first read.
+    """Return the `Choice` between these recipes.
 
     Raises:
         UserError: margin is negative or not a number.
@@ -322,11 +323,11 @@ def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
 def settle(choice: Choice, limit: float | None = None) -> Settlement:
     """Find the best next step of each recipe for deciding which recipe has the highest asymptote.
 
+    A recipe without a fit, or whose reward does not rise, gets a step that might remedy this, without an expected gain.
+
     Args:
         choice: the choice between recipes, see `choice_of`.
         limit: largest allowed cost of a step, in the curves' unit; None for no limit.
-
-    A recipe that does not rise, or has no fit, is listed with its remedy and without an expected gain.
     """
     fits, standing = choice.fits, choice.standing
     contenders = _contenders(fits)
@@ -335,8 +336,8 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     if len(fits) < 2:
         return _settlement(standing, remedies, "nothing to compare: only one recipe", settled=False)
     if standing.decided:
-        # Recipes without a curve could still change the choice, so their remedies are listed. The sentence does not say
-        # "settled" if the leader's asymptote is not identifiable.
+        # Recipes without a curve could still change the choice, so their steps are listed too. The sentence does not
+        # say "settled" if the leader's asymptote is not identifiable.
         identifiable = standing.leader in standing.ranked
         state = "settled" if identifiable else "no further run is needed to choose"
         return _settlement(standing, remedies, f"{state}: {outcome_sentence(standing)}", settled=True)
@@ -344,7 +345,8 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     steps = [_best_step(choice.future, list(fits).index(fit), limit) for fit in contenders]
     ordered = sorted((s for s in steps if s is not None), key=lambda s: (-(s.expected_gain or 0) / s.cost, s.recipe))
     if max((step.expected_gain or 0.0 for step in ordered), default=0.0) < choice.future.min_gain:
-        # Only single steps are simulated: several together may help where no single step can change the choice.
+        # Several steps together may help where no single step can change the choice, but only single steps are
+        # simulated.
         sentence += ". No single step is expected to change this, but several seeds might"
     return _settlement(standing, [*ordered, *remedies], sentence, settled=False)
 
@@ -364,13 +366,12 @@ def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
     extensions = sorted(targets if not fit.curve.ended else ())
     steps = [Step(fit.recipe, "extend", to, None, (to - end) * fit.seeds, "") for to in extensions]
     if fit.verdict != "pre_inflection":
-        # Another run that also ends before the bend would not show where the curve leads.
+        # Another run that also ends before C_mid would not show where the curve leads.
         steps.append(Step(fit.recipe, "seed", end, None, end, ""))
     return [step for step in steps if limit is None or step.cost <= limit]
 
 
 def _with_gain(fit: Fit, step: Step, gain: float) -> Step:
-    """Return the step with its expected gain and its reason in words."""
     assert fit.window is not None
     description = (
         f"{'its run' if fit.seeds == 1 else f'each of its {fit.seeds} runs'} to {step.compute / fit.window[1]:.2g} x "
@@ -388,7 +389,7 @@ def _with_gain(fit: Fit, step: Step, gain: float) -> Step:
 def _best_step(future: _Simulation, i: int, limit: float | None) -> Step | None:
     """Return the step with the most gain per cost among those with at least `_CHEAP_SHARE` of the largest gain."""
     fit = future.fits[i]
-    # A recipe that is almost surely not best is not simulated, and cannot change the choice: its gain is 0.
+    # A recipe that is almost surely not the best is not simulated. Its steps cannot change the choice: their gain is 0.
     candidates = [
         _with_gain(fit, step, future.loss - future.loss_after({i: step}) if i in future.simulated else 0.0)
         for step in _possible_steps(fit, limit)
@@ -401,7 +402,7 @@ def _best_step(future: _Simulation, i: int, limit: float | None) -> Step | None:
 
 
 def _remedy_step(fit: Fit) -> Step:
-    """Return the step that could make an unidentifiable asymptote identifiable; its gain is unknown."""
+    """Return the step that could show a curve, or an identifiable asymptote, for this recipe. Its gain is unknown."""
     end = fit.window[1] if fit.window is not None else float(fit.curve.compute.max())
     if fit.verdict == "decreasing" or fit.curve.ended:
         reason = f"{fit.verdict}: {fit.reason}" + (f"; {_ENDED_REASON}" if fit.curve.ended else "")
@@ -419,7 +420,7 @@ def _remedy_step(fit: Fit) -> Step:
 
 
 def _factor_to_enough_evaluations(curve: Curve) -> float:
-    """Return the factor by which a run must grow to have enough points for a fit, if it is evaluated as often as now.
+    """Return the factor by which the longest run must grow to have enough points for a fit, at the present spacing.
 
     Without an evaluation at compute 0, one point more than `MIN_COMPUTES` is needed, because the fit then estimates R0.
     """
@@ -428,12 +429,12 @@ def _factor_to_enough_evaluations(curve: Curve) -> float:
 
 
 def split_budget(choice: Choice, budget: float) -> Split:
-    """Split a budget of further compute over recipes: first for deciding the choice, the remainder for the winner.
+    """Split a budget of further compute over recipes: first for steps that decide the choice, then for the winner.
 
     If the choice is not decided yet, steps are chosen one by one, at most one per recipe. Each time the step with the
     most expected gain per compute is taken, given the steps already chosen. This ends when no step has a gain or the
-    budget is spent. The remainder continues one run of the leader, if the leader's expected loss (before the steps) is
-    within the margin; otherwise it is not spent. Plan again when the results are known.
+    budget is spent. What is left continues one run of the leader if the leader's expected loss (before the steps) is
+    within the margin; otherwise it is kept. Plan again when the results are known.
 
     Args:
         choice: the choice between recipes, see `choice_of`.
@@ -496,7 +497,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
 
 
 def _split_over_remedies(fits: Sequence[Fit], budget: float) -> Split:
-    """Split a budget where no recipe has a curve yet: pay for the runs that could show a curve, cheapest first."""
+    """Split a budget where no recipe has a curve yet: pay for steps that could show a curve, the cheapest first."""
     remaining, paid_steps = budget, {}
     for step in sorted(map(_remedy_step, fits), key=lambda s: (s.cost, s.recipe)):
         if step.cost <= remaining:
@@ -517,7 +518,6 @@ def _make_split(
     remaining: float,
     sentence: str,
 ) -> Split:
-    """Assemble the split from the paid steps; `sentence` is used if nothing is committed to a winner."""
     shares, commit = [], None
     for fit in fits:
         step = paid_steps.get(fit.recipe)

@@ -1,8 +1,7 @@
 """Comparison of two recipes under any verdict: at equal compute, in compute to a common reward, and in asymptote.
 
-Everything is computed from the same draws as ranking and planning. Where recipes were run with the same seeds, a
-seed's common effect cancels in the difference; where they were evaluated on the same prompts, so does the difficulty of
-a prompt.
+Ranking and planning use the same draws. Where recipes were run with the same seeds, the common effect of a seed cancels
+in the difference. Where they were evaluated on the same prompts, the difficulty of a prompt cancels too.
 """
 
 from __future__ import annotations
@@ -29,21 +28,20 @@ from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
 from sweeps.run.passes import Passes
 from sweeps.terminal import counted
 
-# When seeds are paired, the reward of a run is the mean of this many evaluations: its last ones up to the common
-# compute.
+# With paired seeds, the reward of a run is the mean of its last evaluations up to the common compute, this many.
 _LAST_EVALUATIONS = 3
 _GRID_SIZE = 201
-# Degrees of freedom of the prior in `pairing_of_two`, as many as a study of three recipes and three seeds has. They are
-# few enough that the data of an unusual pair outweigh the prior.
+# Degrees of freedom of the prior in `pairing_of_two`: as many as a study of three recipes with three seeds has. They
+# are few enough for the data of an unusual pair to outweigh the prior.
 _PRIOR_DOF = 4
-# The 97.5% quantile of the normal: a two-sided test at 5%.
+# The 97.5% quantile of the normal distribution, for a two-sided test at 5%.
 Z_975 = 1.959964
-# Sum of the normal's quantiles for a two-sided test at 5% and for 80% power.
+# Sum of the normal distribution's quantiles for a two-sided test at 5% and for 80% power.
 POWER = Z_975 + 0.841621
 MOST_SEEDS = 10_000
 
-# Function of a recipe and a compute that returns, by seed, the results per prompt of the newest evaluation at or before
-# that compute.
+# Function of a recipe and a compute. It returns, by seed, the results per prompt of the newest evaluation up to that
+# compute.
 PromptPasses = Callable[[str, float], Mapping[str, Passes]]
 
 
@@ -55,14 +53,14 @@ class Difference(AsJson):
         recipe, other: labels.
         compute: largest compute that both have spent, in the curves' unit.
         R: difference of rewards at `compute`.
-        R_on_prompts: R with the held-out prompts treated as a sample of all prompts, so that their sampling error is
-            added; None where passes by prompt are unknown for one recipe, or the prompts differ.
+        R_on_prompts: R with the sampling error of the prompts added, as if the held-out prompts were drawn from all
+            prompts; None where results by prompt are unknown for a recipe, or the prompts differ.
         R_at_budget: forecast difference at the budget; None without a budget, or if it is too far beyond the data.
         A: difference of the asymptotes; None where one of the curves does not rise.
-        ratio: compute that `recipe` needs for a reward that both reach, divided by the compute of `other`; None where
-            unknown.
-        p_neither: fraction of the draws in which neither reaches that reward; `ratio` leaves these draws out. None
-            without a ratio.
+        ratio: compute that `recipe` needs for a reward that both reach, divided by the compute that `other` needs; None
+            where unknown.
+        p_neither: fraction of the draws in which neither reaches that reward, left out of `ratio`; None without a
+            ratio.
         p_higher: probability that `recipe` has the higher reward at `compute`.
         seeds: number of seeds of the recipe that has fewer.
         paired: what the recipes are paired by: "seed", "prompt", both or neither.
@@ -91,7 +89,7 @@ class Difference(AsJson):
 
 @dataclass(frozen=True)
 class Comparisons(AsJson):
-    """Results of several pairwise comparisons. simultaneous: whether the bounds hold for all of them at once."""
+    """Results of pairwise comparisons. simultaneous: whether bounds are widened to hold for several at once."""
 
     margin: float
     budget: float | None
@@ -104,7 +102,7 @@ class Comparisons(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class _PairDraws:
-    """Draws of the quantities of one comparison, see `Difference`; (K,) each, None where unknown."""
+    """Draws of the fields of one `Difference`, (K,) each; None where unknown."""
 
     compute: float
     reward: Array
@@ -126,7 +124,7 @@ def compare(
 
     Args:
         fits: fits of the whole study; the common effect of a seed is estimated from all of them.
-        pairs: labels of the two recipes of each comparison; bounds hold for all pairs at once.
+        pairs: labels of the two recipes of each comparison; the bounds hold for all pairs at once.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
         margin: difference in reward below which two recipes count as equal; None for 0.02 of the reward's scale.
         passes: function that returns the results per prompt, see `PromptPasses`; None where they were not recorded.
@@ -142,7 +140,7 @@ def compare(
 
     scale = max(fit.curve.scale for fit in fits)
 
-    @cache  # pairs have few distinct computes, and each call reads the points of all recipes
+    @cache  # cached because pairs have few distinct computes, and each call reads the points of all recipes
     def near(compute: float) -> Mapping[str, SeedExcess]:
         return {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
 
@@ -183,18 +181,13 @@ def compare(
 
 
 def why_incomparable(fit: Fit) -> str | None:
-    """Return why a recipe cannot be compared, or None if it has a forecast and so can be."""
+    """Return why a recipe cannot be compared; None if it can, because it has a forecast."""
     if readable(fit) and fit.window is not None:
         return None
     return f"{fit.recipe}: nothing can be read off it ({fit.reason}); give it more evaluations"
 
 
 def _check_pair(pair: tuple[str, str], by_name: Mapping[str, Fit]) -> None:
-    """Refuse a pair of recipes that cannot be compared.
-
-    Raises:
-        UserError: a name is unknown, a recipe has no forecast, or both are the same.
-    """
     for name in pair:
         if name not in by_name:
             raise UserError(f"{name}: no such recipe; the sources have {', '.join(by_name)}")
@@ -212,7 +205,10 @@ def _draw_pair(
     budget: float | None,
     passes: PromptPasses | None,
 ) -> _PairDraws:
-    """Draw the quantities of one comparison; `pairing_at` returns the seed pairing of two recipes at a compute."""
+    """Draw the quantities of one comparison.
+
+    `pairing_at(one, two, compute)` returns the pairing of two recipes by seed.
+    """
     assert one.window is not None and two.window is not None
     compute = min(one.window[1], two.window[1])
     pairing = pairing_at(one.recipe, two.recipe, compute)
@@ -241,8 +237,8 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
     Args:
         one, two: fits with forecasts, see `sweeps.fit.predict.readable`.
         compute: where to compare, in the curves' unit.
-        pairing: the recipes' shared seeds, and the spread between seeds that remains after common effects cancel; None
-            where the recipes are not paired.
+        pairing: the recipes' shared seeds, and the spread between seeds without their common effects; None where the
+            recipes are not paired.
     """
     if pairing is None:
         return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
@@ -256,13 +252,13 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
 
 
 def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
-    """Return the seed pairing of two recipes; None unless both have the same seeds, two or more.
+    """Return the pairing of two recipes by seed; None unless both have the same seeds, two or more.
 
-    The spread of the pairing comes from the variance of the two recipes' differences by seed, shrunk towards a prior
-    variance. The prior variance is the median residual variance of all recipes with these seeds that reached this
-    compute; the median, because some recipes are far noisier. If there are only these two recipes, it comes from the
-    published spread. This is a moderated t statistic (Smyth 2004), whose prior counts as `_PRIOR_DOF` degrees of
-    freedom.
+    The spread between seeds comes from the variance of the two recipes' differences by seed, shrunk towards a prior
+    variance: a moderated t statistic (Smyth 2004), whose prior counts as `_PRIOR_DOF` degrees of freedom. The prior
+    variance is the median residual variance of all recipes with these seeds that reached this compute. It is the median
+    because some recipes are far noisier. With only these two recipes, the prior variance comes from the published
+    spread.
 
     Args:
         one, two: labels of the recipes.
@@ -281,18 +277,18 @@ def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale:
         table = np.array([[excess.offset[seed] for seed in seeds] for excess in excesses])
         residual = table - table.mean(0)  # offsets are already relative to each recipe's mean
         degrees = (len(seeds) - 1) * (1 - 1 / len(excesses))
-        prior_variance = float(
-            np.median((residual**2).sum(1)) / chdtri(degrees, 0.5)
-        )  # a median sum of squares is the variance times the median of chi squared, not times its degrees of freedom
+        # The median of a sum of squares is the variance times the median of chi squared, not times its degrees of
+        # freedom.
+        prior_variance = float(np.median((residual**2).sum(1)) / chdtri(degrees, 0.5))
     dof = len(seeds) - 1
     variance = (_PRIOR_DOF * prior_variance + dof * own_variance) / (_PRIOR_DOF + dof) - sampling
-    # Keep at least the part of the published spread that sampling noise could hide.
+    # Assume at least the part of the published spread that sampling noise could hide.
     variance = max(variance, min(sampling, (BORROWED_SEED_SD * scale) ** 2))
     return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
 
 def rewards_near(curve: Curve, compute: float) -> SeedExcess:
-    """Return each seed's reward near a compute relative to the seeds' mean; empty if a seed lacks evaluations there."""
+    """Return each seed's reward near a compute minus the mean over seeds; empty if a seed lacks evaluations there."""
     means, errors = {}, []
     for seed in sorted(set(curve.seed)):
         rows = (curve.seed == seed) & (curve.compute <= compute * (1 + 1e-9))
@@ -314,20 +310,23 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
 def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
     """Return the standard error of a difference of pass rates on the same prompts that is due to the choice of prompts.
 
-    Its square is a variance divided by the number of prompts: the variance over prompts of the recipes' difference,
-    minus the part due to sampling of completions. Where the data set names families of prompts, prompts of one family
-    are not independent, so the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered
-    standard errors). None if the recipes share no seed that was evaluated on the same prompts, or if all these prompts
-    are of one family.
+    Its square is the variance over prompts of the recipes' difference, without the part due to sampling of completions,
+    divided by the number of prompts. Where the data set names families of prompts, prompts of one family are not
+    independent, so the variance is computed from sums over families (Miller 2024, arXiv 2411.00640, clustered standard
+    errors).
 
     Args:
         one: passes of one recipe's runs, by seed.
         two: passes of the other recipe's runs, by seed.
+
+    Returns:
+        None if the recipes share no seed that was evaluated on the same prompts, or if all these prompts are of one
+        family.
     """
     seeds = [s for s in one if s in two and one[s].prompts == two[s].prompts]
     if not seeds:
         return None
-    # Keep the seeds with the same prompts as the first seed; normally all seeds of a study have the same.
+    # Keep the seeds with the same prompts as the first seed. Normally all seeds of a study have the same prompts.
     seeds = [s for s in seeds if one[s].prompts == one[seeds[0]].prompts]
     rates = []
     sampling = []
@@ -348,7 +347,6 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
     within_prompts = float(noise.sum(0).mean()) if np.isfinite(noise).all() else 0.0
     mean = difference[:, is_graded].mean(0)
     families = one[seeds[0]].families or ("",) * len(is_graded)
-    # A prompt without a family counts as a family of its own.
     family_names = np.array([name or f"{number} of its own" for number, name in enumerate(families)])[is_graded]
     _, number = np.unique(family_names, return_inverse=True)
     sums = np.bincount(number, weights=mean - mean.mean())
@@ -359,10 +357,10 @@ def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float 
 
 
 def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
-    """Draw the ratio of the computes, `one` over `two`, that the recipes need for a reward both reach by `compute`.
+    """Draw the ratio of the computes that two recipes need for a reward that both reach by `compute`.
 
     Returns:
-        The ratio; None where one recipe gains nothing, or no draw of either reaches that reward.
+        None where one recipe gains nothing, or no draw of either reaches that reward.
     """
     computes = np.linspace(0, compute, _GRID_SIZE)
     draws = [paths_over_seeds(fit, computes) for fit in (one, two)]
@@ -391,28 +389,30 @@ def seeds_needed(difference: Array, seeds: int, margin: float) -> int | None:
 
 
 def deviation(draws: Array) -> float:
-    """Return a robust standard deviation: the width of the central 95% of the draws over 2 x 1.96."""
+    """Return a robust standard deviation: the width of the central 95% of the draws, divided by 2 x 1.96."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return float(high - low) / (2 * Z_975)
 
 
 def _bounds_where(draws: Sequence[Array | None]) -> list[Interval | None]:
-    """Return `_bounds` of the entries that are not None, and None for the others."""
     bounds = iter(_bounds([values for values in draws if values is not None]))
     return [None if values is None else next(bounds) for values in draws]
 
 
 def _bounds(draws: Sequence[Array]) -> list[Interval]:
-    """Return medians and simultaneous 95% bounds of several sets of joint draws, which may be infinite."""
+    """Return medians and 95% bounds of several arrays of joint draws, which may be infinite.
+
+    The bounds hold simultaneously.
+    """
     tail = _tail(draws)
     return [quantiles(values, tail) for values in draws]
 
 
 def _tail(draws: Sequence[Array]) -> float:
-    """Return the tail probability of each set of draws at which their 95% bounds hold simultaneously.
+    """Return the tail probability at which the 95% bounds of several arrays of draws hold simultaneously.
 
-    The bounds are quantiles of each set at one common level, chosen so that all hold at once (Besag et al. 1995,
-    section 6.3). Where a set has fewer draws than the others, as a `Ratio` may, Bonferroni's level is used instead.
+    The bounds are quantiles of each array at one common level, chosen so that all hold at once (Besag et al. 1995,
+    section 6.3). Where an array has fewer draws than the others, as a `Ratio` may, Bonferroni's level is used instead.
     """
     if len(draws) < 2:
         return TAIL
@@ -428,7 +428,6 @@ HIGHER, LOWER, SAME, UNDECIDED = "higher", "lower", "same", "not told apart"
 
 
 def _verdict(difference: Interval, margin: float) -> str:
-    """Classify a difference by its bounds: `HIGHER`, `LOWER`, `SAME` (within the margin) or `UNDECIDED`."""
     low = -math.inf if difference.low is None else difference.low
     high = math.inf if difference.high is None else difference.high
     if low > 0:
@@ -439,7 +438,6 @@ def _verdict(difference: Interval, margin: float) -> str:
 
 
 def _sentence(row: Difference, margin: float) -> str:
-    """Describe a comparison: the difference in reward, and the ratio of computes if it excludes 1."""
     one, two, ratio = row.recipe, row.other, row.ratio
     at, by = f"at compute {row.compute:.4g}", format_interval(row.R, "+.3f")
     if row.verdict in (HIGHER, LOWER):
@@ -461,7 +459,6 @@ def _sentence(row: Difference, margin: float) -> str:
 
 
 def _notes(rows: Sequence[Difference]) -> list[str]:
-    """Return notes on comparisons that are not paired by seed or by prompt, with the reason."""
     notes = []
     unpaired = [row for row in rows if "seed" not in row.paired]
     if unpaired:

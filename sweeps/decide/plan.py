@@ -19,12 +19,12 @@ from sweeps.fit.predict import reward_at
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors that a study varied besides the recipe, by the names of their columns.
+    """Names of the columns of what a study varied besides the recipe.
 
     Attributes:
-        size: factor of the model size.
-        rollouts: factor of the number of rollouts per prompt.
-        difficulty: factor of the prompts' difficulty.
+        size: column of the model size.
+        rollouts: column of the number of rollouts per prompt.
+        difficulty: column of the prompts' difficulty.
         more_sizes: model sizes that were not run but are predicted as well, such as `7B`.
     """
 
@@ -39,12 +39,12 @@ class Row(AsJson):
     """One recipe of a plan.
 
     Attributes:
-        compute: compute to the target, or the recipe's part of the budget; None where the target is not reached.
+        compute: compute to the target, or what the recipe gets of the budget; None where the target is not reached.
         R: for a budget, the reward at `to`; None for a target, or where the fit may not be used there.
         reason: explanation in words.
         asymptote: how near the recipe's runs are to their asymptote.
-        reach: for a target, the full answer; None for a budget.
-        to: for a budget, the compute that the recipe's run then reaches; None for a target, or if nothing is added.
+        reach: the full answer for a target; None for a budget.
+        to: for a budget, the compute that a run of the recipe then reaches; None for a target, or if nothing is added.
     """
 
     recipe: str
@@ -56,7 +56,7 @@ class Row(AsJson):
     to: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of the field `recipes` in `scalerl plan --json`."""
+        """Return one entry of the list `recipes` in `scalerl plan --json`."""
         if self.reach is not None:
             return {**self.reach.to_json(), "asymptote": self.asymptote.to_json()}
         names = ("recipe", "compute", "reason", "asymptote", "to", "R")
@@ -65,7 +65,7 @@ class Row(AsJson):
 
 @dataclass(frozen=True)
 class Plan(AsJson):
-    """The result of `scalerl plan`. target or budget is None, or both if only the next runs were requested."""
+    """The result of `scalerl plan`. Either target or budget is None, or both if only the next runs were requested."""
 
     target: float | None
     budget: float | None
@@ -115,10 +115,10 @@ def make_plan(
     Args:
         fits: fits of curves that are grouped by the factors, as `fit_curves` returns them.
         target: reward to reach; None without a target.
-        budget: compute in the curves' unit: without factors, the compute still to spend over all recipes; with factors,
-            the compute of one run. None without a budget.
-        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error; None for the
-            default.
+        budget: compute in the curves' unit; None without a budget. Without factors it is the compute still to spend
+            over all recipes, with factors the compute of one run.
+        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error; None for 0.02 of
+            the reward's scale.
         factors: factors that the study varied besides the recipe; None for none.
 
     Raises:
@@ -174,7 +174,7 @@ def make_plan(
 
 
 def _row(fit: Fit, target: float | None, budget: float | None, split: Split | None) -> Row:
-    """Return a recipe's row: for a target, for its part of a budget, for one run of the budget, or without a goal."""
+    """Return a recipe's row for the target, the split of the budget, one run with the budget, or none of these."""
     distance = near_asymptote(fit)
     if target is not None:
         reach = compute_to_reach(fit, target)

@@ -2,14 +2,13 @@
 
     log L(N, X) = E(N) - k(N) log X,   k(N) = k_max / (1 + N_0 / N),   L = 1 - pass rate     arXiv 2509.25300
 
-N is the model's size in parameters and X the compute axis. k is the exponent and E the intercept of the log-log line.
-In the notation L(N, X) = K(N) X^(-E(N)), which others use, the prefactor K(N) is exp(E) here, and the exponent E(N),
-which is the term that saturates, is k here.
+N is the model's size in parameters and X the compute. k is the exponent and E the intercept of the log-log line. Others
+write L(N, X) = K(N) X^(-E(N)): their K(N) is exp(E) here, and their exponent E(N) is k here.
 
-E is estimated separately for each size that was run. For other sizes a straight line in log N is fitted to log L at a
-reference compute in the middle of the data; at X = 1 the line would depend on the unit of compute. Results for such
-sizes are marked as extrapolation. Given N_0 the model is linear, so only N_0 is searched. A power law in 1 - R has no
-ceiling below R = 1, unlike the sigmoid: `sweeps.decide.sizes` fits both and reports which to trust.
+E is estimated separately for each size that was run. For other sizes, log L at a reference compute in the middle of the
+data comes from a straight line in log N. (At X = 1 this line would depend on the unit of compute.) Results for such
+sizes are marked as extrapolation. Given N_0 the model is linear, so only N_0 is searched. Unlike a sigmoid, a power law
+in 1 - R has no ceiling below R = 1: `sweeps.decide.sizes` fits both and reports which to trust.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import quantiles
 
 _DRAWS = 2000
-# Search N_0 from 1/100 of the smallest size (k saturated at all sizes) to 100 x the largest (k proportional to N).
+# Search N_0 from 1/100 of the smallest size (where k is saturated at all sizes) to 100 x the largest (where k is
+# proportional to N).
 _N0_REACH, _N0_GRID = 100.0, 400
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# A size within a model's name, as in Qwen/Qwen3-0.6B. Mixtures of experts have two; the first counts all parameters.
+# Finds a size in a model's name, such as Qwen/Qwen3-0.6B. A mixture of experts has two; the first counts all
+# parameters.
 _SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([kmbt])(?![a-z0-9])")
 
 
 def parse_size(text: str) -> float:
-    """Parse a model size in parameters: `7e9`, a number with K, M, B or T (`0.5B`), or a model's name with a size.
+    """Parse a model size in parameters: `7e9`, a number with K, M, B or T (`0.5B`), or a model name with a size.
 
     Raises:
         UserError: there is no positive number.
@@ -58,12 +59,12 @@ def parse_size(text: str) -> float:
 
 @dataclass(frozen=True)
 class _Points:
-    """Evaluations to which a power law is fitted, n over all sizes.
+    """The n evaluations, of all sizes, to which a power law is fitted.
 
     Attributes:
         log_x, log_l, sd: log compute, log loss, and standard error of the reward (None if unknown), (n,) each.
         size, run: index of the model size, and of the run counted over all sizes, (n,).
-        left_out: number of evaluations without a logarithm (compute 0, or reward 1).
+        left_out: number of evaluations whose compute is 0 or reward 1, which have no logarithm.
     """
 
     log_x: Array
@@ -92,13 +93,13 @@ class PowerLaw:
 
     Attributes:
         sizes: model sizes that were run, ascending, in parameters, (S,).
-        reference: compute at which levels are given, in the curves' unit. The level of a size is log L there.
-        k_max, N_0: estimates with 95% bounds; a bound is None where the data leave it open.
+        reference: compute at which a size's level, its log L, is given, in the curves' unit.
+        k_max, N_0: estimates with 95% bounds; a bound is None where the data do not limit it.
         draw_k_max, draw_n_0: K joint draws of both, (K,).
         draw_level: draws of the level of each size that was run, for the mean over seeds, (K, S).
         best: least-squares estimates of k_max, N_0 and the levels (S,).
         points: number of evaluations used.
-        left_out: number of evaluations without a logarithm (compute 0, or reward 1).
+        left_out: number of evaluations with compute 0 or reward 1, which have no logarithm.
         rmse: root mean squared error of log L about the least-squares law.
     """
 
@@ -123,7 +124,10 @@ class PowerLaw:
         return bool(np.isclose(self.sizes, size, rtol=1e-9).any())
 
     def level(self, size: float) -> Array:
-        """Return draws of log L at the reference compute, (K,); for a size that was not run, from a line in log N."""
+        """Return draws (K,) of log L at the reference compute.
+
+        For a size that was not run they come from a line in log N.
+        """
         if self.was_run(size):
             column: Array = self.draw_level[:, int(np.isclose(self.sizes, size, rtol=1e-9).argmax())]
             return column
@@ -134,14 +138,14 @@ class PowerLaw:
         dof = len(u) - 2
         if dof < 1:
             return line
-        # A size that was not run is assumed to deviate from the line as the other sizes do: use their scatter.
+        # The other sizes' scatter about the line is also the uncertainty of a size that was not run.
         off = self.draw_level - self.draw_level.mean(1)[:, None] - slope[:, None] * u
         scatter = np.sqrt((off**2).sum(1) / dof * (1 + 1 / len(u) + at**2 / (u @ u)))
         rng = np.random.default_rng(zlib.crc32(f"{size:.9g}".encode()))
         return np.asarray(line + scatter * rng.standard_t(dof, len(line)))
 
     def log_loss(self, size: float, compute: Array) -> Array:
-        """Return draws of the log loss of a size at each compute. Shapes: (m,) -> (K, m)."""
+        """Return draws (K, m) of the log loss of a size at each compute (m,)."""
         x = np.log(compute) - np.log(self.reference)
         return np.asarray(self.level(size)[:, None] - self.exponent(size)[:, None] * x[None])
 
@@ -161,7 +165,7 @@ class PowerLaw:
 
 
 def group_by_size(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit]]:
-    """Group fits by recipe (without the size in its label) and by size, ascending.
+    """Group fits by recipe, labelled without the size, and by size, ascending.
 
     Raises:
         UserError: a curve has no such factor, a size is not a number, or a size occurs twice.
@@ -180,7 +184,6 @@ def group_by_size(fits: Sequence[Fit], column: str) -> dict[str, dict[float, Fit
 
 
 def _points(fits: Sequence[Fit]) -> _Points:
-    """Return the points of all sizes within the fits' windows, as logarithms."""
     columns: list[list[Array]] = [[], [], [], []]
     runs: list[NDArray[np.intp]] = []
     has_errors, left_out, run_count = True, 0, 0
@@ -214,7 +217,7 @@ def _sum_lines(points: _Points, weight: Array, count: int, reference: float) -> 
     def total(values: Array) -> Array:
         return np.bincount(points.size, values, count).astype(np.float64)
 
-    # Sums about each size's weighted means: sums of raw products would lose digits.
+    # Sum about each size's weighted means, because sums of raw products would lose digits.
     x, y = points.log_x - reference, points.log_l
     w = total(weight)
     xm, ym = total(weight * x) / w, total(weight * y) / w
@@ -225,7 +228,7 @@ def _sum_lines(points: _Points, weight: Array, count: int, reference: float) -> 
 
 
 def _fit_given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
-    """Fit k_max given h = k / k_max (G, S) for G values of N_0.
+    """Fit k_max for each of G values of N_0, given as h = k / k_max, (G, S).
 
     Returns:
         k_max, its information and the sum of squared errors (SSE), (G,) each.
@@ -238,12 +241,12 @@ def _fit_given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
 
 
 def _least_squares(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
-    """Return k_max, N_0 and the level per size (S,) with the smallest SSE: the grid's best point, refined."""
+    """Return k_max, N_0 and the level per size (S,) with the smallest SSE: the best grid point, optimized further."""
 
     def residuals(log_n0: Array) -> Array:
         h = 1 / (1 + np.exp(log_n0[0]) / sizes)
         k_max = float(_fit_given_n0(lines, h[None])[0][0])
-        # Only the misfits of the slopes depend on N_0. They are scaled to suit the tolerances of the optimizer.
+        # N_0 affects only the misfit of the slopes. It is scaled to suit the tolerances of the optimizer.
         return np.asarray(np.sqrt(lines.xx / lines.xx.max()) * (lines.xy / lines.xx + k_max * h))
 
     sse = _fit_given_n0(lines, 1 / (1 + np.exp(grid)[:, None] / sizes))[2]
@@ -273,13 +276,13 @@ def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
 def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     """Fit the power law to all sizes of a recipe.
 
+    The noise of R is assumed constant, or is each point's known error. So weights in log L are proportional to L^2,
+    where L is the fitted loss instead of the noisy points. N_0 is drawn from its profile likelihood, with the tails of
+    Student's t for the effective number of points. Draws of slopes and levels include the spread between seeds.
+
     Args:
         by_size: fits by model size in parameters, ascending; only their evaluations are used, not their fitted curves.
         recipe: name of the recipe, for messages and to seed the draws.
-
-    The noise of R is assumed constant, or is each point's known error. So weights in log L are proportional to L^2,
-    with L taken from the fit and not from the noisy points. Draws follow the profile likelihood of N_0, with the tails
-    of Student's t for the effective number of points. Slopes and levels also vary by the spread between seeds.
 
     Raises:
         UserError: fewer than two sizes, a size with fewer than three usable points, or rewards that are not pass rates.
@@ -298,7 +301,7 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     reference = float(points.log_x.mean())
     grid = np.linspace(np.log(sizes[0] / _N0_REACH), np.log(sizes[-1] * _N0_REACH), _N0_GRID)
     weight = np.ones(len(points.log_x))
-    # The weights depend on the fit: iterate.
+    # The weights depend on the fitted loss, so fit several times.
     for _ in range(4):
         lines = _sum_lines(points, weight, len(sizes), reference)
         best = _least_squares(lines, sizes, grid)
@@ -340,7 +343,7 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
 
 
 def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points, reference: float) -> Array:
-    """Return log L of the fitted law at the points, (n,)."""
+    """Return the fitted log L at the points, (n,)."""
     k_max, n_0, level = best
     k = k_max / (1 + n_0 / sizes)
     return np.asarray(level[points.size] - k[points.size] * (points.log_x - reference))
@@ -349,11 +352,11 @@ def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points
 def _draw(
     lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
-    """Draw N_0 by its profile likelihood, then k_max and the levels. Returns k_max (K,), N_0 (K,), levels (K, S)."""
+    """Draw N_0 from its profile likelihood, then k_max and the levels. Return k_max (K,), N_0 (K,), levels (K, S)."""
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
     k_hat, information, sse = _fit_given_n0(lines, 1 / (1 + np.exp(fine)[:, None] / sizes))
     excess = sse - sse.min()
-    # Student's likelihood, with the noise's variance integrated out: (1 + excess / (dof scale))^(-(dof + 1) / 2).
+    # Student's likelihood with the noise's variance integrated out: (1 + excess / (dof scale))^(-(dof + 1) / 2).
     weight = np.exp(-0.5 * (dof + 1) * np.log1p(excess / (scale * dof)))
     cell = np.searchsorted(np.cumsum(weight) / weight.sum(), (np.arange(_DRAWS) + rng.random()) / _DRAWS)
     cell = cell.clip(max=len(fine) - 1)
@@ -368,7 +371,7 @@ def _draw(
 
 def _seed_sd(fits: Sequence[Fit]) -> Array:
     """Return the standard error of each size's mean over seeds, in reward, (S,)."""
-    # Widen the spreads by Student's quantile over the normal's: a spread measured on few seeds is itself uncertain.
+    # A spread measured on few seeds is itself uncertain: widen it by Student's quantile over the normal's.
     spreads = [(fit.seed_spread.sd, fit.seed_spread.quantile() / 1.959964, fit.seeds) for fit in fits]
     return np.array([sd * factor / np.sqrt(seeds) for sd, factor, seeds in spreads])
 
@@ -384,7 +387,7 @@ def _add_seed_spread(
 ) -> _Lines:
     """Reduce the information on each slope by the spread between seeds.
 
-    If R of a seed is off by a constant, its log L is off by this constant divided by L. This error grows along the
+    An R that is off by a constant in one seed makes log L off by this constant divided by L. This error grows along the
     curve and tilts the line. The information on the slope is then 1 / (scale / xx + sd^2 tilt^2) instead of xx / scale.
     """
     count = len(fits)
@@ -397,11 +400,11 @@ def _add_seed_spread(
 
 
 def _is_open(at_edge: NDArray[np.bool_]) -> bool:
-    """Return whether more than 2.5% of the draws are at the edge, so that the bound on this side is unknown."""
+    """Return whether more than 2.5% of the draws are at this end of the search range, which leaves the bound open."""
     return bool(at_edge.mean() > 0.025)
 
 
 def _interval(value: float, draws: Array, open_low: bool, open_high: bool) -> Interval:
-    """Return a value with the 95% bounds of its draws; open bounds are None."""
+    """Return a value with the 95% bounds of its draws. A bound that is open is None."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return Interval(value, None if open_low else float(low), None if open_high else float(high))

@@ -4,11 +4,11 @@ Recipes are judged at growing levels of compute, the same for all recipes. At ea
 is still in the race is fitted to its evaluations up to that level only. So a decision depends on the evaluations alone,
 not on the time of the look: a race that is repeated, or continued by another process, decides the same.
 
-A recipe is stopped if two conditions hold (`Rules`). Its chance of ending ahead of the favourite was small at a number
-of looks in a row. And the expected cost of all stops together is within a limit, because many small chances add up, and
-the forecasts of several recipes may err in the same way. The chance and the cost come from joint draws of the
-reward at the budget (`sweeps.decide.standing.draw_rewards`). A recipe whose asymptote is not identifiable keeps its
-full uncertainty in these draws. So no recipe is stopped because of a forecast that the data do not support.
+A recipe is stopped if two conditions hold (`Rules`). First, its probability of ending ahead of the favourite was small
+at a number of looks in a row. Second, the expected cost of all stops together is within a limit, because many small
+probabilities add up, and the forecasts of several recipes may err in the same way. Both numbers come from joint draws
+of the reward at the budget (`sweeps.decide.standing.draw_rewards`). A recipe whose asymptote is not identifiable keeps
+its full uncertainty in these draws, so that no recipe is stopped because of a forecast that the data do not support.
 `benchmarks/racing` compares these rules with successive halving and others.
 """
 
@@ -33,7 +33,7 @@ from sweeps.run import fields
 from sweeps.run.journal import JournalView
 from sweeps.terminal import counted
 
-# Levels of compute are multiplied by this before a run's compute is compared with them: the run's compute is a sum over
+# A level of compute is multiplied by this before a run's compute is compared with it: the run's compute is a sum over
 # steps, which may fall short of the level by rounding.
 _ROUNDING = 1 - 1e-9
 
@@ -59,7 +59,7 @@ class Chance(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Chance:
-        """Create from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
+        """Create chances from the JSON that `to_json` wrote; raise ValueError if a field is invalid."""
         bounds = fields.group(entry, "R")
         return cls(
             recipe=fields.text(entry, "recipe"),
@@ -73,15 +73,15 @@ class Chance(AsJson):
 
 @dataclass(frozen=True)
 class Look(AsJson):
-    """One look of a race: the chances of all recipes, from evaluations up to a compute, and the recipes stopped.
+    """One look of a race: each recipe's chances, from its evaluations up to a compute, and the recipes stopped.
 
     Attributes:
         compute: compute up to which evaluations count, in the curves' unit.
-        favourite: recipe with the highest expected reward at the budget, which has the least expected loss.
+        favourite: recipe with the highest expected reward at the budget.
         chances: chances of every recipe still in the race.
         stopped: recipes that this look stops.
-        loss: expected excess, at the budget, of the best recipe stopped here over the best remaining one, as a fraction
-            of the reward's scale; a draw in which it is not ahead counts as 0.
+        loss: reward at the budget of the best recipe stopped here minus that of the best remaining one, at least 0,
+            averaged over draws, as a fraction of the reward's scale.
     """
 
     compute: float
@@ -91,7 +91,7 @@ class Look(AsJson):
     loss: float = 0.0
 
     def of(self, recipe: str) -> Chance:
-        """Return the chances of one recipe; raise StopIteration if it is not in the look."""
+        """Return the chances of one recipe; raise StopIteration if the look does not judge it."""
         return next(entry for entry in self.chances if entry.recipe == recipe)
 
     @classmethod
@@ -126,7 +126,7 @@ class Runner(AsJson):
 
     Attributes:
         stopped_at: compute at which its runs are stopped; None while it is in the race.
-        p_best, p_ahead, R: see `Chance`, from its last look; None before the first.
+        p_best, p_ahead, R: see `Chance`, from the last look that judged the recipe; None before the first.
         spent: compute of all its runs together, counted up to where the race stops them.
         reason: the state in words.
     """
@@ -148,7 +148,7 @@ class Race(AsJson):
         rules, unit: rules of the race, and the unit of compute.
         looks, runners: the looks taken, and every recipe's state.
         leader: favourite of the last look; None before the first.
-        full: compute of all runs if each reached the budget. saved: the part of it that stopped runs do not spend.
+        full: compute of all runs if each reached the budget. saved: how much of it stopped runs do not spend.
         waits_for: recipes whose evaluations the next look waits for.
     """
 
@@ -179,18 +179,19 @@ def run_race(
     failed: Collection[str] = (),
     lost: Mapping[str, Collection[str]] | None = None,
 ) -> Race:
-    """Run the race over all evaluations so far, from its first look.
+    """Take all looks of a race that the evaluations so far allow, from the first.
 
     A look is taken as soon as every recipe in the race has been evaluated up to the look's compute, has ended or has
     failed.
 
     Args:
         curves: one curve per recipe.
-        rules: when looks are taken and recipes stopped.
+        rules: determine when looks are taken and recipes stopped.
         options: options of every fit; `max_compute` also ends the race there.
         ended: recipes whose runs will not continue, so that no look waits for them.
         workers: number of processes that share the fits of a look.
-        failed: recipes whose runs have all failed; looks beyond their last evaluation do not judge them.
+        failed: recipes whose runs have all failed; looks beyond their last evaluation neither wait for them nor judge
+            them.
         lost: failed seeds by recipe; no look waits for them while other seeds of the recipe continue.
 
     Raises:
@@ -203,7 +204,7 @@ def run_race(
         curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
-    # A recipe whose runs have all failed takes part up to its largest compute: later looks do not wait for it.
+    # Recipes whose runs have all failed are judged up to their largest compute. Later looks do not wait for them.
     reached |= {curve.recipe: float(curve.compute.max()) for curve in curves if curve.recipe in failed}
     looks: list[Look] = []
     while isinstance(pending := next_look(curves, rules, reached, looks, options, workers, failed), Look):
@@ -213,7 +214,7 @@ def run_race(
 
 @dataclass(frozen=True)
 class RunStates:
-    """States of the runs behind the curves, as far as a race needs to know them.
+    """States of the runs behind the curves, for a race.
 
     Attributes:
         ended: recipes none of whose runs is still running.
@@ -227,7 +228,7 @@ class RunStates:
 
 
 def run_states(curves: Sequence[Curve], runs: Sequence[JournalView]) -> RunStates:
-    """Return the states of the runs behind the curves; curves of sources without journals have ended."""
+    """Return the states of the runs behind the curves. Curves of sources without journals count as ended."""
     status_by_recipe: dict[str, dict[str, str]] = {}  # status of each run, by recipe and seed
     for view in runs:
         status_by_recipe.setdefault(str(view.header.get("recipe")), {})[str(view.header.get("seed"))] = view.status
@@ -257,7 +258,7 @@ def next_look(
 
     Args:
         curves: curves of the recipes that have evaluations; stopped recipes are ignored.
-        rules: when looks are taken and recipes stopped.
+        rules: determine when looks are taken and recipes stopped.
         reached: for every recipe of the race, the compute up to which all its runs have been evaluated; infinite if
             none of its runs will continue.
         looks: the looks taken so far.
@@ -293,7 +294,8 @@ def describe_result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str,
 
     Args:
         curves: curves of the recipes that were not stopped, with all their evaluations.
-        rules: rules of the race; a recipe whose chance of ending ahead is `p_ahead` or more may still be the best.
+        rules: rules of the race. A recipe whose probability of ending ahead is at least `rules.p_ahead` may still be
+            the best.
         stopped: for each stopped recipe, the look that stopped it.
     """
     lines = [f"over; ranking by the reward at {rules.budget:.4g}:"]
@@ -319,12 +321,11 @@ def describe_result(curves: Sequence[Curve], rules: Rules, stopped: Mapping[str,
 
 
 def _has_evaluation(curve: Curve, last: float, level: float) -> bool:
-    """Return whether the curve has an evaluation at a compute above `last` and at most `level`."""
     return bool(((curve.compute > last) & (curve.compute <= level)).any())
 
 
 def _reached(curve: Curve, lost: Collection[str]) -> float:
-    """Return the compute that all seeds of a recipe have reached; failed seeds (`lost`) count only if all failed."""
+    """Return the compute that all seeds of a recipe have reached. Failed seeds (`lost`) count only if all failed."""
     ends = {str(label): float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)}
     return min([end for label, end in ends.items() if label not in lost] or ends.values())
 
@@ -342,14 +343,14 @@ def look_at(
     Args:
         curves: curves of the recipes in the race.
         level: compute up to which evaluations count, in the curves' unit.
-        rules: when a recipe is stopped.
+        rules: determine when a recipe is stopped.
         options: options of every fit; its `max_compute` is replaced by `level`.
         taken: looks taken before this one.
         workers: number of processes that share the fits.
     """
     options = replace(options or FitOptions(), max_compute=level)
-    # Cut the data instead of fitting in a window, because a fit takes the reward's scale and the spread between seeds
-    # from all points of a curve, also from those beyond its window.
+    # Remove later evaluations instead of only limiting the fit to a range: a fit takes the reward's scale and the
+    # spread between seeds from all points of a curve.
     curves_with_data = [curve for curve in curves if _has_evaluation(curve, options.min_compute or 0.0, level)]
     cut_curves = with_shared_scale([curve.take(curve.compute <= level) for curve in curves_with_data])
     fits = fit_curves(cut_curves, options, workers)
@@ -366,13 +367,13 @@ def make_look(
         level: compute of the look.
         fits: fits of the recipes in the race.
         draws: draws of the reward at the budget, one array (K,) per fit.
-        rules: when a recipe is stopped.
+        rules: determine when a recipe is stopped.
         taken: looks taken before this one.
     """
     below = {entry.recipe: entry.below for entry in taken[-1].chances} if taken else {}
     past_loss = sum(look.loss for look in taken)
     p_best = chances_of_being_best(draws)
-    # The favourite has the least expected loss. Recipes that cannot be forecast are not considered if others can.
+    # The favourite has the highest expected reward. Recipes that cannot be forecast are not considered if others can.
     can_forecast = [is_supported(fit, rules.budget) for fit in fits]
     expected = [
         values.mean() if forecastable or not any(can_forecast) else -np.inf
@@ -385,7 +386,8 @@ def make_look(
         small = p_ahead is not None and p_ahead < rules.p_ahead
         consecutive = below.get(fit.recipe, 0) + 1 if small else 0
         chances.append(Chance(fit.recipe, p_best[number], p_ahead, quantiles(values), fit.verdict, consecutive))
-    # Sort by chance, the smallest first: if the limit does not allow all stops, the recipes with the best chances stay.
+    # Sort by the probability of ending ahead, the smallest first: if the limit does not allow all stops, the recipes
+    # with the best chances stay.
     due = sorted(
         (number for number, entry in enumerate(chances) if entry.below >= rules.looks),
         key=lambda number: chances[number].p_ahead or 0.0,
@@ -400,12 +402,13 @@ def make_look(
 def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit: float) -> tuple[int, float]:
     """Return how many recipes from the front of `due` may be stopped together, and the expected loss of these stops.
 
-    The loss is the excess of the best stopped recipe's reward over that of the best remaining recipe, as a fraction of
-    the scale.
+    The loss is the reward of the best stopped recipe minus that of the best remaining recipe, as a fraction of the
+    scale.
 
     Args:
         draws: joint draws of the reward at the budget, one array (K,) per recipe; at least one recipe is not due.
-        due: indices of the recipes that might be stopped, those with the smallest chance first.
+        due: indices of the recipes that might be stopped, ordered by their probability of ending ahead, the smallest
+            first.
         scale: width of the reward's scale.
         limit: upper limit of the loss.
     """
@@ -413,7 +416,7 @@ def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit
         return 0, 0.0
     due_draws = np.stack([draws[at] for at in due])
     staying_best = np.stack([values for at, values in enumerate(draws) if at not in due]).max(axis=0)
-    # Row n: the best of the first n + 1 recipes due, and the best of the recipes that remain once these are stopped.
+    # Row n: the best of the first n + 1 recipes due, and the best of all other recipes.
     stopped_best = np.maximum.accumulate(due_draws)
     remaining_best = np.maximum.accumulate(np.vstack([staying_best, due_draws[:0:-1]]))[::-1]
     losses = np.maximum(stopped_best - remaining_best, 0.0).mean(axis=1) / scale
@@ -422,7 +425,6 @@ def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit
 
 
 def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
-    """Assemble the race from its looks: every recipe's state, the compute saved, and a summary sentence."""
     stopped = {name: look for look in looks for name in look.stopped}
     runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
     leader = looks[-1].favourite if looks else None
@@ -451,7 +453,10 @@ def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits
 
 
 def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Look | None) -> Runner:
-    """Return a recipe's state in the race; stopping_look: the look that stopped it, None if it is still in the race."""
+    """Return a recipe's state in the race.
+
+    `stopping_look` is the look that stopped it, None if it is still in the race.
+    """
     own_looks = [look for look in looks if any(entry.recipe == curve.recipe for entry in look.chances)]
     limit = rules.budget if stopping_look is None else stopping_look.compute
     ends = [float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)]
@@ -477,7 +482,6 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Lo
 
 
 def _format(reward: Interval) -> str:
-    """Format a reward with its bounds."""
     low, value, high = (
         "open" if bound is None else f"{bound:.3f}" for bound in (reward.low, reward.value, reward.high)
     )

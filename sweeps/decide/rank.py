@@ -1,8 +1,8 @@
 """Ranking of recipes: by asymptote with its uncertainty, ties by efficiency, or "undecided".
 
 - Recipes are compared on A by joint draws that include the spread between seeds.
-- Recipes within the margin of the best A are tied (arXiv 2510.13786, A.7: three runs of one recipe differ by up to
-  0.015 in A, hence the margin 0.02).
+- Recipes within the margin of the best A are tied. The margin is 0.02 because three runs of one recipe differ by up to
+  0.015 in A (arXiv 2510.13786, A.7).
 - Ties are broken by the compute to gain 90% of the way from R0 to the tied recipes' mean A
   (`sweeps.decide.efficiency`). B is shown alongside, from the draws whose A is near that mean.
 - A recipe whose asymptote is not identifiable is listed last, unranked, with the reason. It still counts in P(best),
@@ -50,15 +50,15 @@ class Ranked(AsJson):
 
     Attributes:
         rank: place, from 1; None where A is not identifiable.
-        p_best: probability that its asymptote is the highest of all recipes, ranked or not; None without a comparison.
-        p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without one.
-        expected_loss: expected distance of this recipe's asymptote below the highest asymptote, in reward.
-        tied_with_best: whether its A is within the margin of the best.
+        p_best: probability that its asymptote is the highest of all recipes, ranked or not.
+        p_best_at_horizon: probability that its reward is the highest at `Ranking.horizon`; None without a horizon.
+        expected_loss: highest asymptote minus this recipe's asymptote, averaged over joint draws, in reward.
+        tied_with_best: whether it is tied with the best A, see `sweeps.decide.standing.Standing.tied`.
         A, A_total: asymptote for the given runs, and its bounds including the spread between seeds.
         efficiency, efficiency_half: compute to gain 90%, and half, of the way from R0 to the tied recipes' mean A; None
             if not tied.
-        ratio: `efficiency` over that of the first tied recipe, with bounds that hold for all pairs at once; None for
-            the first, and if not tied.
+        ratio: `efficiency` divided by that of the first tied recipe, with bounds that hold for all pairs at once; None
+            for the first, and if not tied.
         p_neither: fraction of the draws in which neither this recipe nor the first tied one gains 90%; `ratio` leaves
             these draws out. None without a ratio.
         B_at_shared_A, C_mid_at_shared_A: from the draws whose A is near the tied recipes' mean; None if not tied.
@@ -84,7 +84,7 @@ class Ranked(AsJson):
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of the field `ranking` in `scalerl rank --json`."""
+        """Return one entry of the list `ranking` in `scalerl rank --json`."""
         return {**super().to_json(), "A_total": {"low": self.A_total[0], "high": self.A_total[1]}}
 
 
@@ -94,7 +94,7 @@ class Contrast(AsJson):
 
     Attributes:
         delta_a: difference of A, including the spread between seeds.
-        ratio: compute of the variant over that of the baseline, to gain 90% of the way from R0 to a shared A.
+        ratio: compute of the variant, to gain 90% of the way from R0 to a shared A, divided by that of the baseline.
         delta_b: difference of B at that A. ratio and delta_b are None where the two A differ by more than the margin.
         reason: basis of the comparison, or why there is none.
     """
@@ -117,16 +117,18 @@ class Ranking(AsJson):
         margin, budget: as passed to `rank`.
         undecided: whether the data leave the choice open.
         leader: recipe to choose, see `sweeps.decide.standing.Standing`; None where nothing is known.
-        sentence: the outcome in words.
+        sentence: the choice by asymptote in words.
         shared_a: mean A of the tied recipes; None without a tie.
-        ranking: all recipes, unidentifiable ones last. leave_one_out: variants compared with the baseline.
+        ranking: all recipes, those without an identifiable asymptote last.
+        leave_one_out: variants compared with the baseline.
         pairing: seeds by which recipes were compared in pairs; None unless all identifiable recipes have the same
             seeds, with enough of them (`paired_seed_spread`).
-        comparisons: forecasts of every family for each identifiable recipe; empty if brief.
+        comparisons: forecasts by every family of curves for each identifiable recipe; empty if `rank` was called with
+            `brief`.
         horizon, horizon_sentence: the choice by the reward at the budget (without a budget, at twice the largest
             compute of any recipe), and the same in words.
         rewards: comparison that needs no asymptote. resolution: smallest difference that the study can detect.
-        standing: the posterior that the ranking is computed from, for further computations; not printed.
+        standing: the state of the choice, with the draws that the ranking is computed from; not printed.
     """
 
     baseline: str | None
@@ -148,7 +150,10 @@ class Ranking(AsJson):
 
     @property
     def outcome(self) -> tuple[str, ...]:
-        """Sentences on A, on the horizon and, if undecided, on the resolution, which comes first if no recipe rises."""
+        """Sentences on the choice by A, on the choice at the horizon and, if undecided, on the study's resolution.
+
+        If no recipe's reward rises, the resolution comes first.
+        """
         sentences = [self.sentence] if not self.horizon_sentence else [self.sentence, self.horizon_sentence]
         if self.undecided and self.resolution is not None:
             flat = self.standing is not None and self.standing.outcome is Outcome.FLAT
@@ -166,14 +171,15 @@ def rank(
     brief: bool = False,
     baseline: str | None = None,
 ) -> Ranking:
-    """Rank recipes by asymptote. Tied recipes are ordered by efficiency; unidentifiable recipes come last.
+    """Rank recipes by asymptote. Tied recipes are ordered by efficiency; those without an identifiable A come last.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them (with the spread between seeds pooled).
-        margin: distance to the best A, in reward, up to which a recipe is tied with the best; None for 0.02 of the
-            reward's scale.
+        margin: largest difference from the best A, in reward, at which a recipe is tied with the best; None for 0.02 of
+            the reward's scale.
         budget: compute at which rewards are forecast as well, in the curves' unit; None for no forecast.
-        workers: number of processes that share the comparison of families, by far the most work; see `sweeps.parallel`.
+        workers: number of processes that share the comparison of families of curves, by far the most work; see
+            `sweeps.parallel`.
         brief: leave out the comparison of families, on which the ranking does not depend.
         baseline: recipe that the others are compared with; None for the recipe that most others name as their baseline.
 
@@ -222,7 +228,15 @@ def rank(
 
 
 def _make_entry(fit: Fit, place: int | None, best: float, standing: Standing, budget: float | None) -> Ranked:
-    """Return a recipe's entry. place: None if its A is not identifiable; best: the highest A of all recipes."""
+    """Return a recipe's entry.
+
+    Args:
+        fit: fit of the recipe.
+        place: rank of the recipe; None if its A is not identifiable.
+        best: highest identifiable A.
+        standing: state of the choice between all recipes.
+        budget: compute of the forecast; None for none.
+    """
     efficiency = standing.efficiencies.get(fit.recipe)
     ratio = standing.ratios.get(fit.recipe)
     return Ranked(
@@ -251,7 +265,7 @@ def _compare_families(curve_and_options: tuple[Curve, FitOptions]) -> Comparison
 
 
 def baseline_of(fits: Sequence[Fit], name: str | None = None) -> str | None:
-    """Return the recipe that the others are compared with: the given name, or else the recipe that most others name.
+    """Return the baseline: the given recipe, or else the one that most recipes name as their baseline.
 
     Raises:
         UserError: no recipe has the given name.
@@ -265,7 +279,7 @@ def baseline_of(fits: Sequence[Fit], name: str | None = None) -> str | None:
 
 
 def named_baseline(curves: Sequence[Curve]) -> str | None:
-    """Return the recipe among the curves that most of them name as their baseline; None if none is named."""
+    """Return the recipe of these curves that most of them name as their baseline; None if none is named."""
     counts = Counter(curve.baseline for curve in curves)
     recipes = sorted(curve.recipe for curve in curves if counts[curve.recipe])
     return max(recipes, key=lambda recipe: counts[recipe], default=None)
@@ -274,7 +288,7 @@ def named_baseline(curves: Sequence[Curve]) -> str | None:
 def _leave_one_out(
     fits: Sequence[Fit], between: Mapping[str, SeedSpread], baseline: str, margin: float
 ) -> list[Contrast]:
-    """Compare every variant of the baseline with it. `between`: spread of A between seeds, by recipe.
+    """Compare every variant of the baseline with the baseline. `between` is the spread of A between seeds, by recipe.
 
     If no recipe names this baseline (it was passed to `rank`), all other recipes are compared with it.
     """
@@ -287,7 +301,7 @@ def _leave_one_out(
     identifiable = [fit for fit in variants if fit.recipe in between]
     # The tolerance keeps a difference of exactly the margin from being decided by rounding.
     comparable = [fit for fit in identifiable if abs(asymptote_of(fit) - asymptote_of(base)) <= margin + 1e-12]
-    # This mean A of the baseline and the recipes close to it may differ from the shared A of the ranking.
+    # `Ranking.shared_a` may differ, because it is the mean over other recipes.
     shared_a = shared_asymptote([base, *comparable])
     efficiency_by_recipe = {} if shared_a is None else efficiencies([base, *comparable], shared_a, between)
     contrasts = []

@@ -1,4 +1,4 @@
-"""Compute needed to reach a target reward, and a live run's distance from its asymptote.
+"""Compute needed to reach a target reward, and how much of the gain up to its asymptote a run has made.
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)            arXiv 2510.13786, eq. 1
     C(R) = C_mid ((R - R0) / (A - R))^(1/B)               its inverse, for R0 < R < A; never for R >= A
@@ -23,16 +23,16 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.predict import offset_growth, paths, quantiles, seed_offsets, support
 from sweeps.fit.verdict import chance
 
-# A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3 the missing 0.015 is as large
-# as the spread between seeds.
+# A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3, the missing 0.015 equals the
+# spread between seeds.
 NEAR = 0.95
 # A target counts as out of reach if the probability of never reaching it is at least this.
 _NEVER = 0.9
-# The common reward is at this fraction of the slower recipe's gain. The full gain is not used, because near a plateau
-# the compute to reach a reward is uncertain.
+# The common reward is at this fraction of the slowest recipe's gain. The full gain is not used, because the compute to
+# reach a reward near a plateau is uncertain.
 _COMMON_SHARE = 0.8
 _UNKNOWN = Interval(None, None, None)
-# Number of computes at which a curve is evaluated, within its window and beyond.
+# Number of computes at which a curve is evaluated, within the evaluated compute and beyond.
 _POINTS_WITHIN, _POINTS_BEYOND = 241, 160
 _RISING = ("identifiable", "open", "at_bound", "pre_inflection")
 
@@ -43,11 +43,10 @@ class Reach(AsJson):
 
     Attributes:
         compute: compute at which the given runs, if continued, pass the target; None if they do not.
-        new_run: compute at which a run with a new seed passes the target; such a run differs by the spread between
-            seeds. None if it does not pass the target.
+        new_run: the same for a run with a new seed, which differs by the spread between seeds.
         p_never: probability that the runs do not reach the target in the range in which the fit may be used; None
             without a fit.
-        reached: whether the curve passed the target within the window, with probability 97.5% or more.
+        reached: whether the curve passed the target within the evaluated compute, with probability 97.5% or more.
     """
 
     recipe: str
@@ -68,7 +67,7 @@ class Asymptote(AsJson):
     Attributes:
         verdict: `near` (97.5% sure that `share` is at least `NEAR`), `not near` (97.5% sure that it is less),
             `unknown`.
-        share: fraction of A - R0 gained at the window's end.
+        share: fraction of A - R0 gained at the largest evaluated compute.
         gain_2x: reward gained by doubling the compute.
     """
 
@@ -84,13 +83,13 @@ class Asymptote(AsJson):
 def compute_to_reach(fit: Fit, target: float) -> Reach:
     """Return the compute at which the curve passes a reward, with a 95% interval.
 
+    The value is the median over draws, and the bounds are quantiles of the draws. A bound is open (None) where more
+    than 2.5% of the draws do not reach the target within `support`. The value is None where more than half do not. The
+    reason then says "never" if at least 90% do not, else "unlikely".
+
     Args:
         fit: fit of one recipe, under any verdict: no identifiable asymptote is needed.
         target: reward to reach, within the reward's bounds.
-
-    The value is the median over draws, and the bounds are quantiles of the draws. A bound is open (None) where more
-    than 2.5% of the draws do not reach the target within `support`. The value is None where more than half of the draws
-    do not reach it. The reason then says "never" if at least 90% do not, else "unlikely".
 
     Raises:
         UserError: the target is not a number, or outside the reward's bounds.
@@ -124,7 +123,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
 
 
 def first_above(rewards: Array, grid: Array, target: float) -> Array:
-    """Return the compute at which each path first passes a reward, infinite if it does not; (K, m), (m,) -> (K,)."""
+    """Return the compute at which each path first passes a reward, infinite if it never does; (K, m), (m,) -> (K,)."""
     is_above = rewards >= target
     index = is_above.argmax(1)
     rows = np.arange(len(rewards))
@@ -136,7 +135,7 @@ def first_above(rewards: Array, grid: Array, target: float) -> Array:
 
 
 def common_reward(starts: Sequence[Array], ends: Sequence[Array]) -> float | None:
-    """Return a reward that all recipes have passed, or None if the slowest recipe gained nothing.
+    """Return a reward that all recipes have reached; None if the slowest recipe gained nothing.
 
     Args:
         starts, ends: draws of each recipe's reward at compute 0 and at the largest compute that all recipes reached.
@@ -147,18 +146,16 @@ def common_reward(starts: Sequence[Array], ends: Sequence[Array]) -> float | Non
 
 
 def _check_target(target: float, bounds: tuple[float, float]) -> None:
-    """Refuse a target outside the reward's bounds."""
     if not np.isfinite(target) or not bounds[0] <= target <= bounds[1]:
         raise UserError(f"--target {target:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
 
 
 def if_reached(interval: Interval | None) -> Interval | None:
-    """Return an interval of computes, or None if its median is None because most draws do not reach the target."""
+    """Return the interval of computes; None if its median is None, because most draws do not reach the target."""
     return None if interval is None or interval.value is None else interval
 
 
 def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) -> str:
-    """Describe where the target is relative to the window, and how sure that is."""
     assert compute.value is not None and fit.window is not None
     end = fit.window[1]
     if reached:
@@ -178,8 +175,8 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
 def near_asymptote(fit: Fit) -> Asymptote:
     """Judge whether a recipe's runs have gained at least the fraction `NEAR` of A - R0.
 
-    share = (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), with C_end the window's end. `near` needs an
-    identifiable A; `not near` does not.
+    The fraction gained is (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), where C_end is the largest
+    evaluated compute. The verdict `near` needs an identifiable A; `not near` does not.
     """
     if fit.draws is None or fit.window is None or fit.verdict not in _RISING:
         return Asymptote(

@@ -22,10 +22,10 @@ from sweeps.fit.fit import Fit
 from sweeps.fit.predict import readable
 from sweeps.terminal import counted
 
-# End of the label of a recipe with learning rate 0 (conf/variant/lr_0.yaml), whose curve shows only noise.
+# End of the label of the null recipe, which has learning rate 0 (conf/variant/lr_0.yaml). Its curve shows noise alone.
 NULL_RECIPE = "optimizer=null"
 
-# Description of each source of the spread between seeds, see `SeedSpread.source`.
+# Words for each source of the spread between seeds, see `SeedSpread.source`.
 _SPREADS = {
     "paired": "seeds paired",
     "measured": "spread between seeds measured",
@@ -40,10 +40,10 @@ class Resolution(AsJson):
 
     Attributes:
         compute: largest compute that all recipes have spent, in the curves' unit.
-        smallest: difference that half of the comparisons detect at 5% with 80% power, in reward.
+        smallest: difference in reward that half of the comparisons detect at 5% with 80% power.
         seeds: smallest number, over recipes, of seeds that ran far enough to inform on the asymptote.
         seeds_needed: seeds per recipe to detect the margin in half of the comparisons; None above `MOST_SEEDS`.
-        detections: number of comparisons whose 95% interval excludes 0.
+        detections: number of comparisons with the leader whose 95% interval excludes 0.
         comparisons: number of all comparisons.
         source: where the spread between seeds comes from; "paired" where the recipes have the same seeds.
         noise: standard deviation of one evaluation of the null recipe about its seed's mean; None without such a
@@ -64,7 +64,7 @@ class Resolution(AsJson):
 
 
 def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolution | None:
-    """Return the resolution of a study; None where there is no leader or nothing to compare it with.
+    """Return the resolution of a study; None without a leader, or without another recipe that has a forecast.
 
     Args:
         fits: fits of the whole study.

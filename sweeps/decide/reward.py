@@ -1,8 +1,4 @@
-"""Answers that need no asymptote: reward at a compute that all recipes have spent, and compute to a common reward.
-
-Both are computed from forecasts (`sweeps.fit.predict`), which do not depend on the verdict, so every recipe with enough
-evaluations has an answer.
-"""
+"""Comparisons without an asymptote: of rewards at a common compute, and of compute to a common reward."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ class RewardRow(AsJson):
         R, p_best: reward at the common compute, and probability that it is the highest there.
         C: compute to the common reward; None where there is no such reward.
         ratio: C divided by the C of the fastest recipe, with bounds that hold for all pairs of recipes at once; None
-            for the fastest itself, and where the fastest is not known.
-        p_neither: fraction of the draws in which neither this recipe nor the fastest reaches the common reward, which
-            `ratio` leaves out.
+            for the fastest itself, and where no recipe is known to be the fastest.
+        p_neither: fraction of the draws in which neither this recipe nor the fastest reaches the common reward; `ratio`
+            leaves these draws out.
         R_at_budget, p_best_at_budget: like R and p_best, forecast at the budget; None without a budget, or if the
             budget is too far beyond the data.
     """
@@ -100,7 +96,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     p_best_at_budget = dict(
         zip((i for i, v in enumerate(at_budget) if v is not None), chances_of_being_best(forecasts), strict=True)
     )
-    # If even the fastest may never reach the reward, no recipe is known to need the least compute.
+    # If most draws of even the fastest recipe do not reach the reward, no recipe is known to need the least compute.
     has_fastest = fastest is not None and quantiles(times[fastest]).value is not None
     rows, tail = [], tail_of_all_pairs(len(times))
     for i, fit in enumerate(readable_fits):
@@ -136,7 +132,7 @@ def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
 def _sentence(
     rows: Sequence[RewardRow], left_out: Sequence[str], compute: float, reward: float | None, fastest: str | None
 ) -> str:
-    """Describe the rows; left_out: recipes without a forecast, which have no row."""
+    """Describe the rows. `left_out` names recipes without a forecast, which have no row."""
     best = rows[0]
     reached = "all recipes reached"
     if left_out:

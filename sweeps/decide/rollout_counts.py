@@ -1,8 +1,7 @@
-"""The best number of rollouts per prompt for a budget, from a study that varied it; optionally by difficulty.
+"""Best number of rollouts per prompt for a budget, from a study that varied it; optionally by difficulty.
 
-The reward at the budget comes from a fitted curve for each number of rollouts. Nothing is interpolated between numbers,
-and only numbers that were run are proposed. (In arXiv 2603.12151 the best number grows with the budget and saturates;
-the study has to show whether it does.)
+The reward at the budget comes from a fitted curve for each number of rollouts. Only numbers that were run are proposed.
+In arXiv 2603.12151 the best number grows with the budget and saturates; the study has to show whether it does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sweeps.fit.verdict import chance
 
 @dataclass(frozen=True)
 class RolloutChoice(AsJson):
-    """One number of rollouts per prompt at the budget. R and p_best are None where the fit may not be used there."""
+    """One number of rollouts per prompt, at the budget. R and p_best are None if the fit may not be used there."""
 
     rollouts: int
     R: Interval | None
@@ -74,7 +73,7 @@ def best_rollouts(
         column: name of the factor with the number of rollouts per prompt.
         difficulty: name of the factor with the prompts' difficulty (any text); None if prompts are not divided.
 
-    Rewards at the budget include the spread between seeds. The result is undecided if no number is best with a
+    Rewards at the budget include the spread between seeds. A result is undecided if no number is best with a
     probability of at least 95%, or if the reward of some number cannot be forecast at the budget.
 
     Raises:
@@ -101,9 +100,7 @@ def best_rollouts(
 
 
 def _compare_counts(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
-    """Compare the numbers of rollouts of one group by the joint draws of their rewards at the budget."""
     readable_values = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
-    # Draws of the recipe's mean reward over seeds at the budget; (K,) each.
     draws = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in readable_values}
     p_best = dict(zip(readable_values, chances_of_being_best(list(draws.values())), strict=True))
     values = tuple(

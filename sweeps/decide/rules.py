@@ -1,4 +1,7 @@
-"""Stopping rules of a race. This module imports neither NumPy nor SciPy, so that a run imports it fast."""
+"""Stopping rules of a race.
+
+This module imports neither NumPy nor SciPy, because a run imports it and should start fast.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,12 @@ class Rules(AsJson):
         p_ahead: a recipe is stopped when its probability of ending ahead of the favourite (the recipe with the highest
             expected reward at the budget) is below this. The probability of being best is not used, because
             among many similar recipes it is small for each.
-        looks: number of consecutive looks at which the probability must be below `p_ahead`.
+        looks: number of consecutive looks at which this probability must be below `p_ahead`.
         first: fraction of the budget at which the first look is taken; no recipe is stopped before.
         growth: factor by which compute grows from one look to the next.
-        loss: largest expected cost of all stops together, as a fraction of the reward's scale: the expected excess of
-            the best stopped recipe over the best remaining one, summed over the looks. It is limited because small
-            chances add up: the chance that one of many stopped recipes would have won exceeds the chance of each. 1
-            sets no limit.
+        loss: largest expected cost of all stops together, as a fraction of the reward's scale; 1 sets no limit. The
+            cost is the expected reward of the best stopped recipe above that of the best remaining one, summed over the
+            looks. It is limited because small probabilities add up when many recipes are stopped.
 
     Raises:
         UserError: a rule is out of range.
@@ -58,7 +60,7 @@ class Rules(AsJson):
 
     @classmethod
     def of_json(cls, entry: Mapping[str, Any]) -> Rules:
-        """Create rules from the JSON that `to_json` wrote. If it has no `loss`, as in old journals, there is no limit.
+        """Create rules from the JSON that `to_json` wrote. Old journals lack `loss`, which then sets no limit.
 
         Raises:
             TypeError: an unknown rule.
@@ -80,7 +82,7 @@ class Rules(AsJson):
     def levels(self) -> Iterator[float]:
         """Yield the computes at which looks are taken, except the budget itself."""
         level = self.first * self.budget
-        # Rounding must not add a look at the budget itself.
+        # The tolerance keeps rounding from adding a look at the budget itself.
         while level < self.budget * (1 - 1e-9):
             yield level
             level *= self.growth

@@ -11,7 +11,7 @@ from sweeps.curve import Array, Curve
 
 # Name of the factor by which curves of several evaluation sets differ (`--metric all`).
 SET = "set"
-# A note is given if the common compute is below this fraction of the median run's compute, because a run ended early.
+# If a run ended early, so that the common compute is below this fraction of the median run's compute, a note says so.
 _EARLY = 0.5
 
 
@@ -23,7 +23,8 @@ class SetScores:
         axis: compute axis.
         compute: largest compute that all runs have spent; evaluations beyond it are left out.
         metrics: name of each set's metric, by set.
-        scores: by set, recipe and seed, the scores after the start of training, in the order of compute, (n,), n >= 1.
+        scores: by set, recipe and seed, the scores in the order of compute, without the one before training, (n,), n >=
+            1.
         notes: remarks on runs that were left out, or that end early.
     """
 
@@ -35,15 +36,15 @@ class SetScores:
 
 
 def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | None:
-    """Collect the scores of curves that differ in the factor `set`; None if no run has an evaluation after the start.
-
-    Args:
-        curves: one per recipe and evaluation set.
-        together: whether to keep only the computes at which a run was evaluated on all of its sets. The sets are then
-            compared over the same compute.
+    """Collect the scores of curves that differ in the factor `set`; None if no run was evaluated after the start.
 
     The first evaluation of a run, at compute 0, is of the model before training and is left out. Sets may be evaluated
     at different steps, so a run counts as having spent the compute of its last evaluation on any set.
+
+    Args:
+        curves: one per recipe and evaluation set.
+        together: whether to keep only the computes at which a run was evaluated on all of its sets, so that sets are
+            compared over the same compute.
     """
     spent: dict[tuple[str, str], float] = {}
     for curve in curves:
@@ -76,7 +77,6 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
 
 
 def _common_computes(curves: Sequence[Curve]) -> dict[tuple[str, str], list[float]]:
-    """Return the computes at which each run was evaluated on all of its sets, by recipe and seed."""
     shared: dict[tuple[str, str], set[float]] = {}
     for curve in curves:
         for seed in dict.fromkeys(curve.seed.tolist()):
@@ -86,5 +86,5 @@ def _common_computes(curves: Sequence[Curve]) -> dict[tuple[str, str], list[floa
 
 
 def _recipe(curve: Curve) -> str:
-    """Return the recipe's label without the set's name, which `sweeps.source` appends."""
+    """Return the recipe's label without the suffix for the set, which `sweeps.source` appends."""
     return curve.recipe.replace(f" {SET}={curve.factors[SET]}", "")

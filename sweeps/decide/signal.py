@@ -1,4 +1,4 @@
-"""Signal to noise of each evaluation set: which set separates the recipes best.
+"""Signal to noise of each evaluation set, which shows on which set recipes are separated best.
 
 The definitions follow "Signal and Noise" (Heineman et al. 2025, arXiv 2508.13144), for one set:
 
@@ -11,8 +11,8 @@ deviation of run r over its last n evaluations (divisor n - 1). n is 5, as in th
 The authors take the noise of one model, or of all models' scores together. Here the noise is pooled within runs, so
 that differences between recipes do not count as noise.
 
-By this definition a rise of the curve over the last n evaluations counts as noise. So the ratio is also computed with
-s_r about a straight line through the run's last n evaluations (divisor n - 2).
+By this definition, a reward that still rises over the last n evaluations adds noise. So the ratio is also computed with
+s_r about a straight line through these n evaluations (divisor n - 2).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array, Curve
 from sweeps.decide.set_scores import set_scores
 
-# Number n of last evaluations of a run.
+# The n of the definitions above: how many of a run's last evaluations count.
 LAST = 5
-# A run with fewer evaluations does not show its noise.
+# Runs with fewer evaluations do not count towards the noise.
 _MIN_EVALUATIONS = 3
 
 
@@ -42,8 +42,8 @@ class SetSignal(AsJson):
         signal: relative dispersion between recipes; None where the mean is 0.
         noise: relative standard deviation within runs; None where the mean is 0 or no run has three evaluations.
         ratio: signal to noise; None where either is unknown or the noise is 0.
-        ratio_without_rise: signal to noise, with the noise of a run measured about a straight line through its scores;
-            None where unknown.
+        ratio_without_rise: signal to noise, with noise measured about a straight line through a run's last scores; None
+            where unknown.
     """
 
     set: str
@@ -61,7 +61,7 @@ class Signal(AsJson):
 
     Attributes:
         axis, compute: compute axis, and the largest compute that all runs have spent; later evaluations do not count.
-        last: number of last evaluations of a run that count.
+        last: how many of a run's last evaluations count.
         best: the set to use; None if no ratio is known or none reaches 1.
         rows: one per set.
         notes: remarks on runs that were left out, or that end early.
@@ -105,7 +105,6 @@ def signal_to_noise(curves: Sequence[Curve]) -> Signal | None:
 
 
 def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]]) -> SetSignal:
-    """Compute signal and noise of one set from its scores by recipe and seed."""
     last_scores = {recipe: [run[-LAST:] for run in runs.values()] for recipe, runs in recipes.items()}
     recipe_means = [float(np.mean([run.mean() for run in runs])) for runs in last_scores.values()]
     mean = float(np.mean(recipe_means))
@@ -128,8 +127,7 @@ def _row(name: str, metric: str, recipes: Mapping[str, Mapping[str, Array]]) -> 
 
 
 def _ratio(signal: float | None, noise: float | None) -> float | None:
-    """Return signal to noise; None if either is unknown or the noise is 0."""
-    # Rounding leaves a noise of about 1e-17 where scores are equal or lie on a line.
+    # The noise is about 1e-17, by rounding, where scores are equal or on a straight line.
     return signal / noise if signal is not None and noise is not None and noise > 1e-12 else None
 
 

@@ -1,8 +1,9 @@
 """Comparison of model sizes: when a larger one overtakes, which is best for a budget, and which law to trust.
 
-Two laws are fitted: the power law of `sweeps.decide.power_law`, and a sigmoid whose parameters depend on size
-(`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far beyond the data, because the first has no
-ceiling below R = 1. Every answer names the law that better predicts the last quarter of every size's compute.
+Two laws of reward against size and compute are fitted: the power law of `sweeps.decide.power_law`, and a sigmoid whose
+parameters depend on size (`sweeps.decide.across_sizes`; arXiv 2510.13786, eq. 1). They disagree far beyond the data,
+because the power law has no ceiling below R = 1. Every answer names the law that better predicts the last quarter of
+every size's compute.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _GRID = 400
 class Crossover(AsJson):
     """The compute from which the larger of two sizes has the lower loss, by both laws.
 
-    A law's entry is None where more than half of its draws have no such compute within `FAR` times the data, or if the
-    law could not be fitted.
+    A law's entry is None where the law could not be fitted, or where more than half of its draws have no such compute
+    up to `FAR` times the largest evaluated compute.
     """
 
     smaller: float
@@ -51,7 +52,7 @@ class HeldOut(AsJson):
     Attributes:
         power_law, sigmoid: root mean square, over runs, of a run's mean error, in reward; None if a law cannot be
             fitted.
-        better: `power_law` or `sigmoid`; `neither` where the errors differ by less than the evaluations' noise;
+        better: `power_law` or `sigmoid`; `neither` where the errors differ by no more than the evaluations' noise;
             `unknown` without errors.
         runs: number of runs with held-out evaluations.
     """
@@ -81,7 +82,7 @@ class SizeChoice(AsJson):
     p_best_sigmoid: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of the field `best_size` in `scalerl plan --size --budget --json`."""
+        """Return one entry of the list `best_size` in `scalerl plan --size --budget --json`."""
         return {
             "size": self.size,
             "extrapolation": self.extrapolation,
@@ -94,7 +95,7 @@ class SizeChoice(AsJson):
 
 @dataclass(frozen=True)
 class SizeReach(AsJson):
-    """Compute at which one size reaches a target, by each law; None if beyond `FAR` times the data."""
+    """Compute at which one size reaches a target, by each law; None beyond `FAR` times the evaluated compute."""
 
     size: float
     extrapolation: bool
@@ -128,7 +129,7 @@ class Sizes(AsJson):
     JSON: ClassVar = {"law": None, "choices": "best_size"}
 
     def to_json(self) -> dict[str, Any]:
-        """Return one entry of the field `sizes` in `scalerl plan --size --json`."""
+        """Return one entry of the list `sizes` in `scalerl plan --size --json`."""
         law = self.law
         all_sizes = [*map(float, law.sizes), *(choice.size for choice in self.choices if choice.extrapolation)]
         all_sizes += [reach.size for reach in self.reach if reach.extrapolation]
@@ -145,8 +146,9 @@ class Sizes(AsJson):
 
 
 def line(law: PowerLaw, size: float) -> dict[str, Any]:
-    """Return exponent k, intercept E and loss at the reference compute of one size, as JSON."""
-    with np.errstate(over="ignore"):  # for a size far from the others; infinite draws become open bounds
+    """Return exponent k, intercept E and loss at the reference compute for one size, as JSON."""
+    # Far from the sizes that were run exp may overflow. Infinite draws become open bounds.
+    with np.errstate(over="ignore"):
         at_reference = np.exp(law.level(size))
     return {
         "size": size,
@@ -172,7 +174,7 @@ def compare_sizes(
         recipe: name of the recipe.
         budget: compute of one run at which sizes are compared, in the curves' unit; None for no such comparison.
         target: reward to reach; None without a target.
-        more: further sizes to predict for, in parameters; marked as extrapolation if they were not run.
+        more: further sizes, in parameters, for which to predict; they count as extrapolation if they were not run.
 
     Raises:
         UserError: fewer than two sizes, rewards that are not pass rates, or an invalid budget or target.
@@ -202,19 +204,17 @@ def compare_sizes(
 
 
 def _last_compute(by_size: Mapping[float, Fit]) -> float:
-    """Return the largest compute of any evaluation."""
     return max(float(fit.curve.compute.max()) for fit in by_size.values())
 
 
 def _first_compute(by_size: Mapping[float, Fit]) -> float:
-    """Return the smallest compute above 0 of any evaluation."""
     return min(float(fit.curve.compute[fit.curve.compute > 0].min()) for fit in by_size.values())
 
 
 def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit]) -> tuple[Crossover, ...]:
-    """Return the compute, for every pair of sizes, from which the larger size keeps the lower loss.
+    """Return, for every pair of sizes, the compute from which the larger size has the lower loss.
 
-    The larger size must stay ahead up to `FAR` times the largest compute of the data.
+    From there on the larger size must stay ahead, up to `FAR` times the largest evaluated compute.
     """
     sizes, crossings = list(by_size), []
     start = _first_compute(by_size)
@@ -244,9 +244,9 @@ def _open_low_bound(crossing: Interval, start: float) -> Interval:
 
 
 def overtaking_compute(lead: Array, grid: Array) -> Array:
-    """Return the compute from which `lead` (K, m) stays positive to the grid's end, (K,); infinite if it does not."""
+    """Return the compute from which `lead` (K, m) stays positive to the grid's end, (K,); infinite without one."""
     is_behind = lead <= 0
-    # Index of the last grid point without a lead; -1 if there is none. Earlier crossings do not last.
+    # Index of the last grid point without a lead, because earlier crossings do not last; -1 if there is none.
     last_behind = np.where(is_behind.any(1), lead.shape[1] - 1 - is_behind[:, ::-1].argmax(1), -1)
     index = np.clip(last_behind, 0, lead.shape[1] - 2)
     rows = np.arange(len(lead))
@@ -255,14 +255,13 @@ def overtaking_compute(lead: Array, grid: Array) -> Array:
         lead_after > lead_before, -lead_before / np.where(lead_after > lead_before, lead_after - lead_before, 1.0), 0.0
     )
     log_grid = np.log(grid)
-    # Interpolate in log compute, in which the lead is nearly linear.
+    # The lead is nearly linear in log compute, so interpolate there.
     crossing = np.exp(log_grid[index] + np.clip(fraction, 0, 1) * (log_grid[index + 1] - log_grid[index]))
     result = np.where(last_behind < 0, grid[0], crossing)
     return np.asarray(np.where(last_behind == lead.shape[1] - 1, np.inf, result))
 
 
 def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> str:
-    """Describe for each law whether the crossing is within the data, beyond them, or never."""
     words = []
     for name, crossing in (("power law", law), ("sigmoid", sigmoid)):
         if crossing is None:
@@ -279,10 +278,10 @@ def _crossing_reason(law: Interval, sigmoid: Interval | None, grid: Array) -> st
 
 
 def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
-    """Compare both laws, fitted to the first three quarters of every size's compute, on the last quarter.
+    """Fit both laws to the first three quarters of every size's compute, and compare their errors on the last quarter.
 
-    Each run contributes one error, that of the mean of its held-out rewards. If a law cannot be fitted to the first
-    three quarters of some size, the result is `unknown`.
+    Each run contributes one error: that of the mean of its held-out rewards. If a law cannot be fitted, the result is
+    `unknown`.
     """
     early_fits: dict[float, Fit] = {}
     for size, fit in by_size.items():
@@ -319,7 +318,7 @@ def held_out(by_size: Mapping[float, Fit]) -> HeldOut:
     if not errors:
         return HeldOut(None, None, "unknown", 0)
     law_error, sigmoid_error = (float(v) for v in np.sqrt(np.mean(np.square(errors), axis=0)))
-    # Standard error of the mean over the held-out runs, from the noise of evaluations alone.
+    # Noise of evaluations alone, as the standard error of the mean over the held-out runs.
     resolution = float(np.sqrt(np.mean(noise) / len(noise)))
     better_law = "power_law" if law_error < sigmoid_error else "sigmoid"
     if abs(law_error - sigmoid_error) <= resolution:
@@ -332,10 +331,10 @@ def best_size(
 ) -> tuple[SizeChoice, ...]:
     """Return every size's reward at a budget and its probability of being best, by each law; sizes are ascending.
 
-    p_best compares a size with the sizes that were run.
+    A size's `p_best` is relative to the sizes that were run.
     """
     at = np.array([budget])
-    # Use minus the log loss, so that higher is better, as for a reward.
+    # Minus the log loss is higher for a better size, like a reward.
     by_law = [-law.log_loss(size, at)[:, 0] for size in run_sizes]
     by_sigmoid = [] if joint is None else [joint.curve(size, at)[:, 0] for size in run_sizes]
     choices = []
@@ -362,7 +361,6 @@ def _p_best(values: Array, values_of_run_sizes: Sequence[Array]) -> float:
 def _compute_to_target(
     law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float, Fit], target: float, new_sizes: Sequence[float]
 ) -> tuple[SizeReach, ...]:
-    """Return the compute at which every size, run or not, reaches the target, by each law."""
     far = FAR * _last_compute(by_size)
     grid = np.concatenate([[0.0], np.geomspace(_first_compute(by_size) / 10, far, _GRID)])
     rows = []
@@ -376,7 +374,6 @@ def _compute_to_target(
 
 
 def _sentence(choices: Sequence[SizeChoice], budget: float | None, test_errors: HeldOut) -> str:
-    """Name the best size by the law that predicts better, or by both if neither does."""
     run_sizes = [choice for choice in choices if not choice.extrapolation]
     by_law = max(run_sizes, key=lambda choice: choice.p_best)
     answers = {"power law": (by_law.size, by_law.p_best)}
@@ -406,7 +403,6 @@ def _warnings(
     budget: float | None,
     new_sizes: Sequence[float],
 ) -> tuple[str, ...]:
-    """Return warnings on the limits of both laws for these data."""
     notes = []
     if law.left_out:
         notes.append(

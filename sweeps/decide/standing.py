@@ -1,4 +1,4 @@
-"""The current choice between recipes, from a joint posterior that ranking, plan and report all use.
+"""The current choice between recipes, from joint posterior draws that ranking, plan and report all use.
 
 Every recipe contributes posterior draws of its asymptote (`sweeps.fit.forecast`). A recipe that is not identifiable
 contributes the full width of its posterior; a recipe without a forecast contributes draws from the whole reward scale.
@@ -25,15 +25,16 @@ from sweeps.fit.posterior import draw_by_weight
 from sweeps.fit.predict import asymptote_draws, is_supported, paths_over_seeds, readable, seed_offsets
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
-# Smallest probability of being right at which a choice counts as decided.
+# A choice counts as decided if its probability of being right is at least this.
 CONFIDENCE = 0.95
 _UNSURE = 1 - CONFIDENCE
-# An unranked recipe is named as a rival if its probability of being best is above this.
+# An unranked recipe counts as a rival of the leader if its probability of being best is above this.
 COULD_WIN = 0.05
 # The scatter of asymptotes between recipes is estimated from at least _MIN_RECIPES recipes. It is at least _MIN_SCATTER
 # of the reward's scale: with 0.03, the interval of a slow recipe ended below its truly higher ceiling.
 _MIN_RECIPES, _MIN_SCATTER = 3, 0.12
-# If a recipe has fewer draws of a law than this, its draws of all laws are used instead.
+# Fewest draws of a law (a form of the curve) from which a recipe's draws of that law are sampled. With fewer, its draws
+# of all laws are used.
 _MIN_DRAWS = 8
 # Without a budget, the horizon is at this multiple of the largest compute of any recipe.
 WINDOWS = 2.0
@@ -46,7 +47,7 @@ class AsymptoteDraws:
     Attributes:
         values: A for the mean of the given seeds, in reward, (K,).
         rows: index of each value's draw in `Fit.outlook`, (K,); None for a recipe without a forecast.
-        offsets: difference between the recipe's A and that of the given seeds' mean, in reward, (K,).
+        offsets: draws of A over all possible seeds minus A for the mean of the given seeds, in reward, (K,).
         spread: standard deviation of A between seeds, with which `offsets` are drawn.
     """
 
@@ -56,7 +57,7 @@ class AsymptoteDraws:
     spread: float
 
     def asymptote(self, margin: float | None = None) -> Array:
-        """Return A over all seeds, (K,).
+        """Return A over all possible seeds, (K,).
 
         If `spread` is within the margin, the offsets are left out, because the margin already covers them.
         """
@@ -64,7 +65,7 @@ class AsymptoteDraws:
 
 
 class Outcome(Enum):
-    """Possible outcomes of a choice between recipes; `sweeps.decide.wording` writes a sentence for each."""
+    """Outcomes of a choice between recipes; `sweeps.decide.wording` writes a sentence for each."""
 
     UNKNOWN = "no recipe has a forecast, or the only recipe is not identifiable"
     ALONE = "there is only one recipe"
@@ -84,10 +85,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Horizon(AsJson):
-    """The choice by the reward at one compute, which needs no asymptote.
+    """The choice by the reward at one compute, the horizon, which needs no asymptote.
 
     Attributes:
-        compute: where rewards are compared: a budget, or `WINDOWS` times the largest compute of any recipe.
+        compute: the horizon: a budget, or `WINDOWS` times the largest compute of any recipe.
         windows: `compute` as a multiple of the largest compute of any recipe.
         leader: recipe with the smallest expected loss there; None if no recipe can be forecast.
         p_best: probability of the highest reward, by recipe.
@@ -106,25 +107,25 @@ class Horizon(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """The state of the choice between recipes; mappings are by recipe.
+    """State of the choice between recipes. Mappings are keyed by recipe.
 
     Attributes:
-        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error.
-        leader: recipe to choose: the recipe with the smallest expected loss, identifiable or not, or the most efficient
-            of the recipes tied with it; None if no recipe has a forecast.
-        losses: expected distance of each recipe's asymptote below the highest asymptote, in reward.
+        margin: largest shortfall from the best A, in reward, at which choosing a recipe is not an error.
+        leader: recipe to choose; None if no recipe has a forecast. It has the smallest expected loss, identifiable or
+            not. If that recipe is tied and surely within the margin of the best, it is the most efficient of such
+            recipes instead.
+        losses: highest asymptote minus each recipe's asymptote, averaged over joint draws, in reward.
         p_best: probability of the highest asymptote among ranked and unranked recipes, including the spread between
             seeds.
         p_wrong: probability that another recipe's asymptote exceeds the leader's by more than the margin; None without
             a leader or with one recipe.
-        p_wrong_by_recipe: for each recipe, the probability that another one's asymptote exceeds its own by more than
-            the margin.
+        p_wrong_by_recipe: the same probability for the choice of each recipe.
         ranked: identifiable recipes, the best first.
         tied: recipes whose A and expected loss are within the margin of the best, the most efficient first.
         shared_a: mean A of the tied recipes; None without a tie.
-        efficiencies: compute of each tied recipe towards the shared A, see `sweeps.decide.efficiency`; empty without a
-            tie.
-        ratios: compute of each tied recipe to 90% of the way to the shared A, over that of the first tied recipe.
+        efficiencies: compute of each tied recipe to a fraction of the gain up to the shared A, see
+            `sweeps.decide.efficiency`; empty without a tie.
+        ratios: compute of each other tied recipe to 90% of the gain up to the shared A, divided by that of the first.
         slower, faster: tied recipes that surely need more, or less, compute than the first tied recipe. A faster recipe
             is not the leader because its A is not surely within the margin of the best.
         choices: tied recipes that are not slower, any of which may be chosen; empty if the leader is not tied.
@@ -133,7 +134,7 @@ class Standing:
         verdicts: verdict of every recipe's fit.
         pairing: seeds by which identifiable recipes are paired; None if they do not share seeds.
         drawn: the draws of asymptotes that all of this is computed from, one entry per fit.
-        horizon: the choice by the reward at a compute; None where no recipe has a window.
+        horizon: the choice by the reward at a compute; None if no recipe was evaluated after the start.
     """
 
     margin: float
@@ -169,7 +170,7 @@ class Standing:
 
 
 def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
-    """Return the margin of a tie, in reward; for None, the published 0.02 converted to the reward's scale.
+    """Return the margin of a tie, in reward; for None, 0.02 of the reward's scale.
 
     Raises:
         UserError: the margin is negative or not a number.
@@ -189,8 +190,8 @@ def pairing_of(fits: Sequence[Fit]) -> Pairing | None:
 def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
     """Draw every recipe's asymptote jointly.
 
-    In each draw all recipes follow the same law: if one law puts every ceiling higher than another law does, that is
-    not a difference between recipes. The law is drawn by how well the laws predict the study's curves.
+    In each draw all recipes follow the same law (form of the curve). If one law puts every ceiling higher than another
+    law does, that is not a difference between recipes. A law is drawn with its mean posterior weight over the recipes.
 
     Asymptotes are shrunk towards each other (`_prior_weights`), because the highest of many estimates is partly high by
     luck, and because a recipe with little data has a wide posterior, whose mean is high.
@@ -215,10 +216,10 @@ def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
 
 
 def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
-    """Draw every recipe's reward at a compute jointly, over all seeds; returns one array (K,) per fit.
+    """Draw every recipe's mean reward over seeds at a compute jointly. Return one array (K,) per fit.
 
-    As in `draw_asymptotes`, all recipes follow the same law in each draw. Forecasts do not depend on the verdict. The
-    reward of a recipe that cannot be forecast at this compute is drawn uniformly from the whole scale.
+    As in `draw_asymptotes`, all recipes follow the same law in each draw. The verdict has no effect. The reward of a
+    recipe that cannot be forecast at this compute is drawn uniformly from the whole scale.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
@@ -237,7 +238,7 @@ def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
 
 
 def _laws(fits: Sequence[Fit]) -> list[str]:
-    """Sample the name of the law of each of K joint draws, with the laws' mean weights over the recipes."""
+    """Sample the name of the law of each of K joint draws. A law's probability is its mean weight over the recipes."""
     outlooks = [fit.outlook for fit in fits if fit.outlook is not None]
     names = sorted({name for outlook in outlooks for name in outlook.weights})
     if not names:
@@ -288,7 +289,10 @@ def _between_variance(estimates: Array, errors: Array) -> float:
 
 
 def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Sample indices (K,) of a recipe's draws, by weight (K,), so that draw k follows the k-th of the given laws."""
+    """Sample K of a recipe's draws by weight, so that draw k follows the k-th of the given laws.
+
+    Return indices (K,).
+    """
     assert fit.outlook is not None
     futures = fit.outlook.futures
     wanted_laws = np.array(laws)
@@ -296,7 +300,7 @@ def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.
     numbers = {law.name: i for i, law in enumerate(futures.laws)}
     for name in np.unique(wanted_laws):
         rows_of_law = np.flatnonzero(futures.law == numbers.get(name, -1))
-        # A law with few draws hardly explains the recipe's curve: use the draws of all laws instead.
+        # A law with few draws hardly explains the recipe's curve.
         rows_of_law = rows_of_law if len(rows_of_law) >= _MIN_DRAWS else np.arange(len(futures.law))
         places = np.flatnonzero(wanted_laws == name)
         rows[places] = rows_of_law[draw_by_weight(weight[rows_of_law], len(places), rng)]
@@ -304,15 +308,15 @@ def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.
 
 
 def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None) -> Horizon | None:
-    """Choose a recipe by its reward at a compute; None where no recipe has a window.
+    """Choose a recipe by its reward at a compute; None if no recipe was evaluated after the start.
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
-        margin: shortfall from the highest reward up to which choosing a recipe is not an error.
+        margin: largest shortfall from the highest reward at which choosing a recipe is not an error.
         compute: where to compare; None for `WINDOWS` times the largest compute of any recipe.
     """
     end = max((fit.window[1] for fit in fits if fit.window is not None), default=None)
-    if not end:  # also 0, if there is only the evaluation before training
+    if not end:  # the end is 0 if there is only the evaluation before training
         return None
     compute = WINDOWS * end if compute is None else compute
     draws = np.stack(draw_rewards(fits, compute))
@@ -336,8 +340,8 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
 
     Args:
         fits: one fit per recipe, as `fit_curves` returns them.
-        margin: shortfall from the best A, in reward, up to which choosing a recipe is not an error; None for the
-            default.
+        margin: largest shortfall from the best A, in reward, at which choosing a recipe is not an error; None for 0.02
+            of the reward's scale.
         budget: compute of the horizon; None for `WINDOWS` times the largest compute of any recipe.
 
     Raises:
@@ -352,7 +356,7 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
     best = max(asymptotes.values(), default=0.0)
     losses = dict(zip(recipes, _shortfalls(draws_of_all).mean(axis=1).tolist(), strict=True))
     smallest_loss = min((losses[fit.recipe] for fit in ranked), default=0.0)
-    # A recipe whose estimate is within the margin may still have an expected loss beyond it.
+    # Compare losses too: an estimate of A may be within the margin where the expected loss is not.
     tied = [
         fit
         for fit in ranked
@@ -438,8 +442,7 @@ def _outcome(
         return Outcome.ALONE
     sure = p_wrong <= _UNSURE
     if not choices:
-        # Recipes whose rewards have not risen are within the margin of each other, but this makes none of them the
-        # winner.
+        # Flat recipes are within the margin of each other, but this makes none of them the winner.
         if all(fit.verdict == "flat" for fit in fits) and not (sure and p_best[leader.recipe] >= 1 - _UNSURE):
             return Outcome.FLAT
         return Outcome.HIGHEST if sure else Outcome.BEST_SO_FAR
@@ -451,13 +454,13 @@ def _outcome(
 
 
 def asymptote_of(fit: Fit) -> float:
-    """Return the A of an identifiable fit, which is never None."""
+    """Return the A of an identifiable fit, which always has one."""
     assert fit.A.value is not None
     return fit.A.value
 
 
 def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float]) -> Fit | None:
-    """Return the recipe with the smallest expected loss; if it is one of the safe recipes, the first of these instead.
+    """Return the recipe with the smallest expected loss or, if that recipe is in `safe`, the first of `safe`.
 
     Recipes that are not identifiable take part with all their uncertainty. Recipes without a forecast are left out.
 
@@ -478,7 +481,10 @@ def _shortfalls(draws_of_all: Sequence[AsymptoteDraws], margin: float | None = N
 
 
 def chances_of_being_best(draws: Sequence[Array]) -> list[float]:
-    """Return the fraction of joint draws in which each recipe is highest; recipes with equal values share a draw."""
+    """Return the fraction of joint draws in which each recipe is highest.
+
+    Recipes that tie in a draw share it equally.
+    """
     if not draws:
         return []
     stacked = np.stack(draws)
@@ -487,7 +493,10 @@ def chances_of_being_best(draws: Sequence[Array]) -> list[float]:
 
 
 def spreads_of(fits: Sequence[Fit], pairing: Pairing | None) -> dict[str, SeedSpread]:
-    """Return the spread of A between seeds by recipe: that of the pairing, if any, in which common effects cancel."""
+    """Return the spread of A between seeds, by recipe.
+
+    With a pairing it is the pairing's, in which common effects cancel.
+    """
     return {fit.recipe: fit.seed_spread if pairing is None else pairing.spread for fit in fits}
 
 

@@ -1,10 +1,10 @@
 """Watch a running study: repeat fits as compute grows, and check forecasts against later evaluations.
 
-A snapshot is the fit to evaluations up to some compute C, with a check: the mean of the evaluations in the last tenth
-(C / 1.1 to C) is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C
-only, not on when it was computed. A run has departed from its forecast if all checks over a factor of 1.15 in C are
-outside the 95% interval, on the same side. docs/measured/watch.md has the rate of alarms for runs that follow the law
-and for runs that fall (`benchmarks/watch.py`).
+A snapshot is the fit to evaluations up to some compute C, with a check: the mean of the evaluations from C / 1.1 to C
+is compared with its prediction by the fit up to C / 1.5. A snapshot depends on the evaluations and on C only, not on
+when it was computed. A run has departed from its forecast if all checks over a factor of 1.15 in C are outside the 95%
+interval, on the same side. docs/measured/watch.md has the rate of such alarms for runs that follow their curve and for
+runs that fall (`benchmarks/watch.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FITS_FILE = "fits.jsonl"
 
 @dataclass(frozen=True)
 class News:
-    """A snapshot, and the warning if the run had departed from its forecast by then; None if not."""
+    """A snapshot, and a warning if the recipe had departed from its forecast by then, else None."""
 
     snapshot: Snapshot
     warning: str | None
@@ -40,16 +40,16 @@ class News:
 class Watch:
     """Observer of sources that takes a snapshot of a recipe whenever it has new evaluations.
 
-    Snapshots are appended to a file, one flushed JSON object per line, and read back from it. So a restarted watch, or
-    a second watcher, neither computes nor writes a snapshot twice.
+    Snapshots are appended to a file, one flushed JSON object per line. A restarted or second watcher reads them from
+    there, so that no snapshot is computed or written twice.
 
     Args:
-        load: reads the sources: `sweeps.source.load` with its arguments bound.
+        load: function that reads the sources, such as `sweeps.source.load` with its arguments bound.
         sources: paths as given by the user; changes are detected by the files' sizes and modification times.
-        options: options of every fit; the defaults if None.
+        options: options of every fit; None for the default `FitOptions()`.
         path: file to append snapshots to, see `default_path`; None to keep them in memory only.
-        every: factor of compute between snapshots, see `history`.
-        clock: wall-clock seconds, replaceable in tests.
+        every: factor of compute between snapshots, see `sweeps.fit.history`.
+        clock: function that returns wall-clock seconds, replaceable in tests.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Watch:
         self._last_state: object = None
 
     def poll(self) -> Iterator[News]:
-        """Yield each snapshot once, as news: those read from the file, and new snapshots after they are written.
+        """Yield each snapshot once: those read from the file, and new ones after they are written.
 
         Raises:
             UserError: the sources cannot be read, or the file cannot be written.
@@ -84,7 +84,7 @@ class Watch:
         self._last_state = state
 
     def follow(self, curve: Curve) -> Iterator[News]:
-        """Yield news of one curve, for callers that load the sources themselves.
+        """Yield news of one curve, which the caller has loaded.
 
         Raises:
             UserError: the file cannot be written.
@@ -129,7 +129,7 @@ class Watch:
         return news
 
     def _identity(self, curve: Curve) -> dict[str, Any]:
-        """Return the fields that identify a line of the file as belonging to this curve and these options."""
+        """Return the fields by which a line of the file is recognized as one of this curve and these options."""
         return {
             "recipe": curve.recipe,
             "compute_axis": curve.axis,
@@ -141,18 +141,18 @@ class Watch:
 
 
 def _size(curve: Curve) -> tuple[int, float]:
-    """Return number of evaluations and largest compute, which change if a curve has new evaluations."""
+    """Return the number of evaluations and the largest compute. New evaluations change this pair."""
     return len(curve.compute), float(curve.compute.max())
 
 
 def default_path(sources: Sequence[str | Path]) -> Path | None:
-    """Return `fits.jsonl` in the run or sweep folder, if that is the only source; None for other sources."""
+    """Return the path of `fits.jsonl` in a run's or study's folder if that is the only source, else None."""
     folder = Place(sources[0]).folder if len(sources) == 1 else None
     return None if folder is None else folder / FITS_FILE
 
 
 def waiting(sources: Sequence[str | Path]) -> bool:
-    """Return whether all sources are runs or sweeps that have no evaluation yet, which is not an error."""
+    """Return whether all sources are runs or studies without any evaluation yet, which is not an error."""
     for source in sources:
         runs = Place(source).run_folders
         if not runs:
@@ -162,7 +162,8 @@ def waiting(sources: Sequence[str | Path]) -> bool:
                 if read_journal(run).of_kind("eval"):
                     return False
             except JournalError:
-                # If the file has no complete line, its header is still being written; otherwise the file is damaged.
+                # If the file has no complete line, its header is still being written. Otherwise it is damaged, which is
+                # an error.
                 if b"\n" in (run / JOURNAL_FILE).read_bytes():
                     return False
     return True
@@ -172,7 +173,7 @@ def sources_state(sources: Sequence[str | Path]) -> object:
     """Return sizes and modification times of the files behind the sources, to detect changes; None if unknown."""
     files: list[Path] = []
     for source in sources:
-        place = Place(source)  # read again at every poll: a sweep gains runs
+        place = Place(source)  # created again at every poll, because a study gains runs
         if place.kind is not Kind.FOLDER:
             files.append(place.path)
         elif place.run_folders:
@@ -186,7 +187,7 @@ def sources_state(sources: Sequence[str | Path]) -> object:
 
 
 def _read_snapshots(path: Path, identity: Mapping[str, Any]) -> list[Snapshot]:
-    """Read the snapshots with this identity, see `Watch._identity`, in the order written; skip invalid lines."""
+    """Read the snapshots of one curve and its options (`identity`) in the order written. Invalid lines are skipped."""
     if not path.exists():
         return []
     label = json.dumps(identity["recipe"]).encode()

@@ -54,7 +54,7 @@ def outcome_sentence(standing: Standing) -> str:
 
 
 def headline(standing: Standing, names: Mapping[str, str]) -> str:
-    """Return the choice in one short line, without probabilities; names: the name to show for each recipe."""
+    """Return the choice in one short line, without probabilities. `names` has the name to show for each recipe."""
     outcome, leader = standing.outcome, standing.leader
     if outcome is Outcome.UNKNOWN or leader is None:
         return "undecided: no asymptote is identifiable yet"
@@ -78,7 +78,7 @@ def headline(standing: Standing, names: Mapping[str, str]) -> str:
 
 
 def horizon_sentence(standing: Standing) -> str:
-    """Return one sentence on the choice at the horizon; empty if there is nothing to compare."""
+    """Return one sentence on the choice by the reward at the horizon; empty if there is nothing to compare."""
     horizon = standing.horizon
     if horizon is None or horizon.leader is None or horizon.p_wrong is None or standing.outcome is Outcome.FLAT:
         return ""
@@ -90,27 +90,24 @@ def horizon_sentence(standing: Standing) -> str:
 
 
 def windows_text(windows: float) -> str:
-    """Format a compute in windows: `1 window`, `2 windows`."""
+    """Format a multiple of the evaluated compute, `Horizon.windows`: `1 window`, `2 windows`."""
     number = f"{windows:.3g}"
     return f"{number} window{'' if number == '1' else 's'}"
 
 
 def _join(names: Sequence[str], word: str) -> str:
-    """Join names with commas, and the last with `and` or `or`."""
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _either(names: Sequence[str]) -> str:
-    """Name one or two recipes as alternatives; of more, give their number."""
     return _join(names, "or") if len(names) < 3 else f"any of {len(names)} recipes"
 
 
-# Number words by count, to follow "the other"; empty for one recipe.
+# Words to follow "the other", by number of recipes; empty for one recipe.
 _NUMBERS = ("", "", " two", " three", " four", " five", " six", " seven", " eight", " nine", " ten")
 
 
 def _describe_slower(standing: Standing) -> str:
-    """Describe how many times as much compute the slower tied recipes need to 90% of the gain to the shared ceiling."""
     slower, count = standing.slower, len(standing.slower)
     ratios = [ratio for recipe in slower if (ratio := standing.ratio(recipe)) is not None]
     subject = f"the other{_NUMBERS[count] if count < len(_NUMBERS) else f' {count}'}"
@@ -124,7 +121,6 @@ def _describe_slower(standing: Standing) -> str:
 
 
 def _describe_faster(standing: Standing) -> str:
-    """Describe the compute that the faster tied recipes need, and how sure their ceilings are."""
     descriptions = []
     for recipe in standing.faster:
         ratio = standing.ratio(recipe)
@@ -148,7 +144,6 @@ def multiple(ratio: Interval) -> str:
 
 
 def _describe_unranked(standing: Standing) -> str:
-    """Describe how many recipes cannot be ranked, and which of them could be best; empty if all are ranked."""
     total = len(standing.verdicts)
     unranked_count = total - len(standing.ranked)
     text = f". {unranked_count} of {total} recipes cannot be ranked" if unranked_count and total > 1 else ""
@@ -165,13 +160,14 @@ def _describe_unranked(standing: Standing) -> str:
 
 
 def place_reason(gap: float, recipe: str, standing: Standing) -> str:
-    """Return why a ranked recipe has its place; gap: the best A minus this recipe's A."""
+    """Return why a ranked recipe has its place. `gap` is the best A minus this recipe's A."""
     if recipe in standing.efficiencies and standing.shared_a is not None:
         first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
         within = f"A within {standing.margin:g} of the best"
         text = f"{within}; "
         if recipe == first:
-            # The leader is the most efficient of the recipes that are surely within the margin; others may need less.
+            # The leader is the most efficient of the recipes that are surely within the margin. Other recipes may need
+            # less compute.
             ratios = [ratio for other in standing.tied if (ratio := standing.ratio(other)) is not None]
             faster = any(ratio.value is not None and ratio.value < 1 for ratio in ratios)
             return f"surely {within}" if faster else f"{text}least compute to {shared}"
@@ -183,7 +179,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
 
 
 def contrast_reason(fit: Fit, comparable: bool, margin: float) -> str:
-    """Return how a variant is compared with the baseline, or why it is not."""
+    """Return by what a variant is compared with the baseline, or why it is not compared."""
     if not fit.identifiable:
         return f"{fit.verdict}: {fit.reason}"
     if comparable:

@@ -1,8 +1,8 @@
-"""Run members on this machine or on a cluster, and report how each member ended.
+"""Run members on this machine or on a cluster, and report how each of them ended.
 
-`base` is the protocol of executors, with `Launch` and `Outcome`. `local` runs members as child processes or in this
-process. `clusters` lists the kinds of cluster, of which `slurm/` is one. `node/` is the code that runs on the nodes of
-any cluster. `failure` lists the kinds of failure, `error_signatures` the messages that identify them.
+`base` has the protocol of executors, with `Launch` and `Outcome`. `local` runs members as child processes or in this
+process. `clusters` lists the kinds of cluster, one of which is `slurm/`. `node/` is the code that runs on the nodes of
+any cluster. `failure` lists the kinds of failure, and `error_signatures` the messages that identify them.
 
 To add a kind of cluster (docs/guide/cluster.md has the files, tests/sweeps/executor/folder_cluster.py is a short
 example):

@@ -1,6 +1,6 @@
-"""Interface of executors, which start members of a study, follow them, and report how they ended.
+"""Protocol of executors, which start members of a study, follow them, and report how they ended.
 
-`local` has the executors for this machine; `clusters` lists the kinds of cluster with their executors.
+`local` has the executors for this machine. `clusters` lists the kinds of cluster, with their executors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sweeps.process import ended_with
 
 @dataclass(frozen=True)
 class Launch:
-    """A member to start, or to follow again after a restart.
+    """A member to start, or to follow again after the controller was restarted.
 
     Attributes:
         run, run_dir: identity of the member, and its folder.
         retries_used: number of retries so far, by kind of failure.
         excluded: names of nodes on which the member must not run.
-        submission, job: submission and job id of an attempt to follow again; None for a new attempt.
-        unanswered: names of earlier submissions that got no answer. If they were accepted after all, their jobs must be
+        submission, job: name of the submission and id of the job to follow again; None for a new attempt.
+        unanswered: names of earlier submissions without an answer. If they were accepted after all, their jobs must be
             cancelled.
-        layout: number of nodes and of ranks per node (`RunSpec.layout`); None for the executor's own settings.
+        layout: numbers of nodes and of ranks per node (`RunSpec.layout`); None for the executor's own settings.
     """
 
     run: str
@@ -40,16 +40,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a member's process or job: exit code, kind of failure and reason.
+    """End of a member's process or job.
 
     Attributes:
         run: identity of the member.
-        exit_code: exit code of the process, or minus the number of the signal that killed it. 86: the member hung
-            and ended itself. 87: the member was asked to stop, and saved a checkpoint first.
+        exit_code: exit code of the process, or minus the number of the signal that killed it. 86: the member hung, and
+            ended itself. 87: the member was asked to stop, and saved a checkpoint.
         kind: kind of failure (`sweeps.executor.failure.KINDS`); None if only the exit code is known.
         reason: message of the failure; None if the executor does not know it.
         node: node that may have caused the failure; None if no node is to blame.
-        ended_before: whether an adopted member had already ended when this executor polled for the first time.
+        ended_before: whether a member that was followed again had ended before this executor polled for the first time.
     """
 
     run: str
@@ -66,19 +66,19 @@ class Outcome:
 
 
 class Executor(Protocol):
-    """Protocol of an executor, which starts members and reports which of them have ended.
+    """Protocol of an executor: it starts members, and reports those that have ended.
 
-    tests/sweeps/executor/test_contract.py states the contract of all executors.
+    All executors must pass tests/sweeps/executor/test_contract.py.
 
     Attributes:
-        outlives: whether members keep running when the process that started them ends. They are then submitted under a
-            name by which a later process finds them again.
+        outlives: whether members keep running when the process that started them ends. Such members are submitted under
+            a name by which a later process finds them.
     """
 
     outlives: bool
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """Return how many members from the front of `waiting` may be submitted now, in one batch; 0 for none."""
+        """Return how many members, from the front of `waiting`, may be submitted now as one batch; 0 for none."""
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
         """Start members under the name `submission`, which is used only once.
@@ -95,7 +95,7 @@ class Executor(Protocol):
         """
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Return the outcomes of members that have ended since the last call; wait up to `timeout_s` for the first."""
+        """Return outcomes of members that have ended since the last call. Wait up to `timeout_s` for the first."""
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
         """Ask members to save and end at the next step boundary; their outcome is then of kind `stopped`.
@@ -110,13 +110,13 @@ class Executor(Protocol):
         """Return the members of `running` that are still queued."""
 
     def settled(self) -> bool:
-        """Return whether it is known for every started member whether it runs or has ended."""
+        """Return whether the executor knows, for every started member, whether it runs or has ended."""
 
     def close(self) -> None:
         """End the members, unless they outlive this process."""
 
 
 def load_entry(name: str) -> Any:
-    """Import the function that `name` names as `module:function`."""
+    """Import a function by its name `module:function`."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

@@ -1,4 +1,4 @@
-"""Kinds of cluster on which members can run. Each has a folder with a class like `Cluster`, and an entry below."""
+"""Kinds of cluster on which members can run. Each kind has a folder with a class like `Cluster`, and an entry below."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol, Self
 from sweeps.errors import UserError
 from sweeps.executor.base import Executor, load_entry
 
-# Class of each kind of cluster, by the kind's name in `launch.json`. Classes are imported when a study needs them.
+# Class of each kind of cluster, by the kind's name in `launch.json`. A class is imported when a study needs it.
 CLUSTERS = {"slurm": "sweeps.executor.slurm.executor:SlurmCluster"}
 
 
 class QueuedJob(Protocol):
-    """A job as its cluster describes it."""
+    """Protocol of a job as its cluster describes it."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Scheduler(Protocol):
 
 
 class Cluster(Protocol):
-    """Protocol of the settings of a study's jobs on one kind of cluster, which also give access to the cluster."""
+    """Protocol of one kind of cluster: the settings of a study's jobs there, and access to it."""
 
     @property
     def asks_for_gpus(self) -> bool:
@@ -44,14 +44,14 @@ class Cluster(Protocol):
         """Make settings from keys of the launcher or of `launch.json`, and check them.
 
         Raises:
-            UserError: a value that cannot work.
+            UserError: a value cannot work.
         """
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the settings as a flat mapping, the inverse of `of`."""
 
     def commands(self) -> dict[str, Any]:
-        """Return the settings that are, or can contain, shell commands. In an untrusted study they must be empty."""
+        """Return the settings that are shell commands or can contain them. In an untrusted study they must be empty."""
 
     def scheduler(self) -> Scheduler:
         """Return access to the cluster.

@@ -1,7 +1,7 @@
 """Classify failures by errnos, names of exceptions, and messages of libraries and drivers.
 
-Texts are parts of messages, compared ignoring case. Each text has its source: a public thread, a manual or the program
-that prints the message. Exceptions are matched by the names of their types, so that no library need be imported.
+Texts are parts of messages, compared without regard to case. Each has its source: a public thread, a manual, or the
+program that prints it. Exceptions are matched by the names of their types, so that no library must be imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Signatures:
         types: names of exception types. If several types in an exception's class hierarchy are listed, the most derived
             one decides.
         errnos: error numbers of an OSError.
-        of: type of the exceptions in which `texts` are searched.
+        of: exceptions of this type are searched for `texts`.
         in_logs: whether to search `texts` also in the log of a process that ended without an exception.
     """
 
@@ -31,10 +31,10 @@ class Signatures:
     in_logs: bool = False
 
 
-# The first kind that matches wins. Out of memory therefore comes before the NCCL error that it causes, and a failed GPU
+# The first kind that matches counts. So out of memory comes before the NCCL error that it causes, and a failed GPU
 # before the collective timeout that it causes on other ranks.
 SIGNATURES: Mapping[str, Signatures] = {
-    # Errors that look like a hardware or network failure but come from the program or its configuration.
+    # Errors of the program or its configuration that look like a failure of hardware or network.
     "error": Signatures(
         texts={
             "an illegal memory access was encountered": "pytorch#21819",
@@ -44,14 +44,14 @@ SIGNATURES: Mapping[str, Signatures] = {
             "out of shared memory": "pytorch#5040 (a Bus error of a worker)",
         },
         types=(
-            # The Hugging Face hub has answered that what was requested is missing, forbidden or invalid.
+            # The Hugging Face hub has answered: what was requested is missing, forbidden or invalid.
             *("RepositoryNotFoundError", "GatedRepoError", "DisabledRepoError", "RevisionNotFoundError"),
             *("EntryNotFoundError", "RemoteEntryNotFoundError", "BadRequestError", "HFValidationError"),
             "OfflineModeIsEnabled",
         ),
     ),
     "disk_full": Signatures(
-        # torch writes files through its own streams, whose errors state the errno only in words.
+        # torch writes files through its own streams. Their errors have no errno, only its text.
         texts={"No space left on device": "strerror(ENOSPC)", "Disk quota exceeded": "strerror(EDQUOT)"},
         errnos=(errno.ENOSPC, errno.EDQUOT),
     ),
@@ -70,9 +70,9 @@ SIGNATURES: Mapping[str, Signatures] = {
             "Unable to determine the device handle for GPU": "NVIDIA/open-gpu-kernel-modules#387",
             "Timeout waiting for RPC from GSP": "NVIDIA's Xid 119, in the kernel's log",
             "Invalid access of peer GPU memory over nvlink or a hardware error": "ultralytics#24536",
-            # CUDA's manual suspects the program first. But the kernels here are torch's, whose faults show the texts
+            # CUDA's manual suspects the program first. But the kernels here are torch's; their errors show the texts
             # under "error", and public reports of this error end with a replaced card: pytorch#74235,
-            # opendatalab/MinerU#426. If it is the program after all, the retry on another node fails too.
+            # opendatalab/MinerU#426. If it was the program after all, the retry on another node fails too.
             "unspecified launch failure": "pytorch#74235",
             "CUDA unknown error": "pytorch#49327",
             "CUDA error: unknown error": "pytorch#170045 (Cuda failure 999)",
@@ -109,11 +109,11 @@ SIGNATURES: Mapping[str, Signatures] = {
         },
         errnos=(
             *(errno.ESTALE, errno.EIO, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN),
-            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # only with a file name; see `classify_exception`
+            *(errno.ETIMEDOUT, errno.EHOSTDOWN),  # only for an error with a file name; see `classify_exception`
         ),
         in_logs=True,
     ),
-    # A rank waited in vain for another.
+    # A rank waited too long for another.
     "collective": Signatures(
         texts={
             "Watchdog caught collective operation timeout": "pytorch#118369, sglang#1693",
@@ -127,7 +127,7 @@ SIGNATURES: Mapping[str, Signatures] = {
         of=RuntimeError,
         in_logs=True,
     ),
-    # Another rank of the job is gone; its own error explains why, if it left one.
+    # Another rank of the job is gone. Its own error, if it left one, explains why.
     "killed": Signatures(
         texts={
             "connection closed by peer": "gloo",
@@ -189,7 +189,7 @@ def classify_exception(error: BaseException) -> str | None:
     text = str(error).lower()
     if any(words in text for words in _LOWER_TEXTS["error"]):
         return "error"
-    # The exception names of HTTP libraries are more specific than the errno.
+    # Names of exceptions of HTTP libraries are more specific than the errno.
     kind = next((_KIND_OF_TYPE[name] for name in _names(type(error)) if name in _KIND_OF_TYPE), None)
     if isinstance(error, OSError) and kind in (None, "network"):
         of_a_socket = error.errno in (errno.ETIMEDOUT, errno.EHOSTDOWN) and error.filename is None
@@ -203,14 +203,14 @@ def classify_exception(error: BaseException) -> str | None:
 
 
 def _names(of: type[BaseException]) -> Iterator[str]:
-    """Return the names of a type and its bases; not of the base ConnectionError, whose subclasses have an errno."""
+    """Return the names of a type and its bases, except the base ConnectionError, whose subclasses have an errno."""
     return (cls.__name__ for cls in of.__mro__ if cls is of or cls is not ConnectionError)
 
 
 def classify_log(log: str) -> tuple[str, str] | None:
     """Return the kind of failure that a log shows, and the first line that shows it; None if no pattern matches."""
     low = log.lower()
-    # These messages show an error of the program, although they look like a failure of a GPU or the network.
+    # These messages show an error of the program, although it looks like a failure of a GPU or the network.
     if any(words in low for words in _LOWER_TEXTS["error"]):
         return None
     for kind, signs in SIGNATURES.items():

@@ -1,7 +1,7 @@
 """Kinds of failure of a member, and whether a retry can help.
 
-A failure has one of `KINDS`. Preemption, a time limit and a lost node do not depend on the recipe, so the member
-continues from its checkpoint. An error in the recipe's own code would recur, so it is not retried.
+Preemption, a time limit and a lost node do not depend on the recipe, so the member continues from its checkpoint. An
+error in the recipe's own code would recur, so it is not retried.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sweeps.errors import UserError
 from sweeps.executor.error_signatures import classify_exception
 from sweeps.redact import redact
 
-# By kind: description, and default number of retries, None for no limit.
+# By kind: description, and default number of retries (None for no limit).
 KINDS: Mapping[str, tuple[str, int | None]] = {
     "error": ("an error of the program or its configuration", 0),
     "out_of_memory": ("out of memory", 1),
@@ -37,21 +37,21 @@ KINDS: Mapping[str, tuple[str, int | None]] = {
     "outgrown": ("the budget was raised while the job ran", 3),
 }
 
-# After these failures the next attempt avoids the node.
+# After a failure of these kinds, the next attempt avoids the node.
 BLAMES_NODE = frozenset({"node", "killed", "launch", "hang", "gpu", "storage", "collective"})
 
-# Factor by which the requested host memory grows at the next attempt after running out of memory.
+# After a member ran out of host memory, its next attempt requests this many times as much.
 MEMORY_GROWTH = 1.5
 
-# A chain of jobs is given up after this many attempts without a new checkpoint.
+# A member is given up after this many attempts in a row without a new checkpoint.
 MAX_IDLE_ATTEMPTS = 5
 
 
 def retries(changes: Mapping[str, int | None] | None = None) -> dict[str, int | None]:
-    """Return the number of retries by kind of failure; `changes` replace the defaults of single kinds.
+    """Return the number of retries by kind of failure. `changes` replace the defaults of single kinds.
 
     Raises:
-        UserError: an unknown kind, or a number below 0.
+        UserError: a kind is unknown, or a number is below 0.
     """
     policy = {kind: number for kind, (_, number) in KINDS.items()}
     for kind, number in (changes or {}).items():
@@ -67,13 +67,13 @@ NO_RETRIES: dict[str, int | None] = dict.fromkeys(KINDS, 0)
 
 
 def may_retry(policy: Mapping[str, int | None], kind: str, retries_used: Mapping[str, int], excused: int = 0) -> bool:
-    """Return whether a member may retry after a failure of this kind.
+    """Return whether a member may be retried after a failure of this kind.
 
     Args:
-        policy: number of retries allowed, by kind; None for no limit.
+        policy: allowed number of retries, by kind; None for no limit.
         kind: kind of this failure.
         retries_used: number of retries so far, by kind of failure.
-        excused: number of failures of this kind, this failure included, that are blamed on a node and do not count.
+        excused: number of failures of this kind, including this one, that do not count because a node is to blame.
     """
     limit = policy.get(kind, 0)
     return limit is None or (limit > 0 and retries_used.get(kind, 0) - excused < limit)
@@ -82,9 +82,9 @@ def may_retry(policy: Mapping[str, int | None], kind: str, retries_used: Mapping
 def kind_of(error: BaseException) -> str:
     """Return the kind of failure of an exception that ended a member; `error` if no pattern matches.
 
-    In the chain of causes, the outermost exception that `classify_exception` recognises decides. But an explicit cause
-    (`raise from`) that is an error of the program overrides a network failure: the hub has answered, or offline mode
-    forbids the request.
+    In the chain of causes, the outermost exception that matches a pattern decides. Exception: a network failure that
+    was raised explicitly (`raise from`) from an error of the program counts as that error. For example, the hub has
+    answered, or offline mode forbids the request.
     """
     result: str | None = None
     for link, explicit in _chain(error):
@@ -95,7 +95,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """Yield an exception and its causes, each with a flag that all links up to it are explicit (`raise from`)."""
+    """Yield an exception and its causes, each with a flag: whether all links up to it are explicit (`raise from`)."""
     seen: list[BaseException] = []
     link: BaseException | None = error
     explicit = True
@@ -109,8 +109,8 @@ def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
 def failure_text(error: BaseException) -> str:
     """Return the text about a member's error for its log: the traceback, redacted.
 
-    For an error with the attribute `is_explained`, return only its message. Such an error reports that a user's program
-    failed. The program's own output is already in the log, and our traceback would hide its last lines.
+    If the error has the attribute `is_explained`, it is only the error's message. Such an error reports that a user's
+    program failed: the program's own output is in the log already, and our traceback would hide its last lines.
     """
     if getattr(error, "is_explained", False):
         return redact(f"{error}\n")
@@ -118,6 +118,6 @@ def failure_text(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Format an exception as one line of type and message, at most 500 characters."""
+    """Format an exception as one line with type and message, of at most 500 characters."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message}"[:500] if message else type(error).__name__

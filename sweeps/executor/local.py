@@ -1,4 +1,4 @@
-"""Executors for this machine: run members as child processes, or one by one in this process."""
+"""Executors for this machine. They run members as child processes, or one after the other in this process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ class LocalExecutor:
     """Executor that runs members as parallel processes on this machine.
 
     Args:
-        entry: `module:function`, called in the member's process with its run directory; an exception is a failure.
+        entry: `module:function` that runs one member, given its folder, in the member's process; an exception is a
+            failure.
         max_parallel: number of members that run at the same time.
-        threads: CPU threads of each member. With more threads than cores, members slow each other down tenfold.
-        preload: modules that are imported once, in the server process from which members are forked.
+        threads: CPU threads of each member. If all members together have more threads than there are cores, they slow
+            each other down tenfold.
+        preload: modules imported once, in the server process from which members are forked.
 
     Raises:
         UserError: `max_parallel` or `threads` is not a whole number of 1 or more.
@@ -52,13 +54,13 @@ class LocalExecutor:
         self._errors: dict[str, Connection] = {}
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """Return the number of waiting members that fit into free slots (`max_parallel`)."""
+        """Return how many waiting members may start now, so that at most `max_parallel` run."""
         return min(len(waiting), self._max_parallel - len(self._processes))
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
-        """Start a process for each member; there are no job ids, so every value is None."""
+        """Start a process for each member. There are no job ids, so every value is None."""
         for member in members:
-            # The error's kind is sent through a pipe, because neither journal nor log can be written to a full disk.
+            # The error's kind comes through a pipe, because on a full disk neither journal nor log can be written.
             receiver, sender = self._context.Pipe(duplex=False)
             arguments = (self._entry, str(member.run_dir), self._threads, sender)
             process = self._context.Process(target=_member, args=arguments, name=member.run)
@@ -74,7 +76,7 @@ class LocalExecutor:
         return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Wait up to `timeout_s` for a process to end and return the outcomes of all that have ended."""
+        """Wait up to `timeout_s` for a process to end, and return the outcomes of all that have ended."""
         sentinels = [process.sentinel for process in self._processes.values()]
         multiprocessing.connection.wait(sentinels, timeout=timeout_s)
         ended = [(run, process) for run, process in self._processes.items() if process.exitcode is not None]
@@ -92,15 +94,15 @@ class LocalExecutor:
                 ask_to_stop(self._run_dirs[run], reason)
 
     def running(self) -> list[str]:
-        """Return the members whose processes have not been reported as ended."""
+        """Return the members whose outcomes `poll` has not returned yet."""
         return list(self._processes)
 
     def queued(self) -> frozenset[str]:
-        """Return an empty set: every submitted member runs at once."""
+        """Return an empty set, because every submitted member runs at once."""
         return frozenset()
 
     def settled(self) -> bool:
-        """Return True: a child process is always known to run or to have ended."""
+        """Return True, because it is always known whether a child process has ended."""
         return True
 
     def close(self) -> None:
@@ -114,10 +116,10 @@ class LocalExecutor:
 
 
 class InProcessExecutor:
-    """Executor that runs members in this process, one by one, for a debugger; their output is not captured.
+    """Executor that runs members one after the other in this process, for a debugger. Their output is not captured.
 
     Args:
-        entry: `module:function`, called with a member's directory; an exception ends the whole study.
+        entry: `module:function` that runs one member, given the member's folder. An exception ends the whole study.
     """
 
     outlives = False
@@ -128,7 +130,7 @@ class InProcessExecutor:
         self._stopped: list[Outcome] = []
 
     def next_batch(self, waiting: Sequence[Launch]) -> int:
-        """Return 1 while no member is submitted, else 0: members run one at a time."""
+        """Return 1 while no member is submitted, else 0, because members run one at a time."""
         return min(len(waiting), 1 - len(self._waiting))
 
     def submit(self, submission: str, members: Sequence[Launch]) -> dict[str, str | None]:
@@ -141,7 +143,7 @@ class InProcessExecutor:
         return {}
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Run the submitted members to their end and return their outcomes; an exception of a member propagates."""
+        """Run the submitted members to their end, and return their outcomes. An exception of a member propagates."""
         outcomes, self._stopped = self._stopped, []
         while self._waiting:
             load_entry(self._entry)(self._waiting[0].run_dir)
@@ -149,12 +151,12 @@ class InProcessExecutor:
         return outcomes
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """Drop queued members, with an outcome of kind `stopped`; none can be running while this is called."""
+        """Drop queued members, with an outcome of kind `stopped`. No member can be running during this call."""
         self._stopped += [Outcome(launch.run, 1, "stopped", reason) for launch in self._waiting if launch.run in runs]
         self._waiting = [launch for launch in self._waiting if launch.run not in runs]
 
     def running(self) -> list[str]:
-        """Return the submitted members whose outcome `poll` has not returned yet."""
+        """Return the submitted members whose outcomes `poll` has not returned yet."""
         return [*(member.run for member in self._waiting), *(outcome.run for outcome in self._stopped)]
 
     def queued(self) -> frozenset[str]:
@@ -162,7 +164,7 @@ class InProcessExecutor:
         return frozenset()
 
     def settled(self) -> bool:
-        """Return True: no member runs outside of `poll`."""
+        """Return True, because members run only inside `poll`."""
         return True
 
     def close(self) -> None:
@@ -170,7 +172,7 @@ class InProcessExecutor:
 
 
 def _outcome(run: str, exit_code: int, run_dir: Path, errors: Connection) -> Outcome:
-    """Return the outcome of a member's process from its exit code and from the error that it has sent."""
+    """Return the outcome of a member's process, from its exit code and the error that it has sent."""
     with errors:
         try:
             kind, line = errors.recv() if errors.poll() else (None, "")
@@ -178,13 +180,12 @@ def _outcome(run: str, exit_code: int, run_dir: Path, errors: Connection) -> Out
             kind, line = None, ""
     if exit_code == STOPPED_CODE:
         return Outcome(run, exit_code, "stopped", requested_stop(run_dir))
-    if kind == "disk_full":  # the journal and the log may lack the reason
+    if kind == "disk_full":  # the reason may be missing in journal and log
         return Outcome(run, exit_code, kind, f"{KINDS[kind][0]}: {line}")
     return Outcome(run, exit_code, "hang" if exit_code == HUNG_CODE else kind)
 
 
 def _use_threads(count: int) -> None:
-    """Set the number of CPU threads of this process, also in torch if that is already imported."""
     for name in THREADS:
         os.environ[name] = str(count)
     if (torch := sys.modules.get("torch")) is not None:
@@ -192,7 +193,7 @@ def _use_threads(count: int) -> None:
 
 
 def _member(entry: str, run_dir: str, threads: int, errors: Connection) -> None:
-    """Run one member in its own process; if an error ends it, send the error's kind and first line."""
+    """Run one member in its own process. If an error ends it, send the error's kind and first line."""
     die_with_parent()
     _use_threads(threads)
     try:
@@ -203,20 +204,19 @@ def _member(entry: str, run_dir: str, threads: int, errors: Connection) -> None:
 
 
 def _run_logged(entry: str, run_dir: str, errors: Connection) -> None:
-    """Run one member, with stdout and stderr in its log."""
     # Readable by the owner only: members and their libraries may print secrets.
     descriptor = os.open(Path(run_dir) / LOG_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "a", buffering=1, encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        # stdout is block-buffered unless it is a terminal: a killed member's last lines would be lost in the buffer.
+        # Unless stdout is a terminal, it is block-buffered, and the last lines of a killed member would be lost.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
         try:
             load_entry(entry)(Path(run_dir))
         except RunInterruptedError as error:
             print(f"stopped: {error}", flush=True)
-            # os._exit is not used, because exit handlers release resources that libraries share with other processes.
+            # Not os._exit, because exit handlers release what libraries share with other processes.
             raise SystemExit(STOPPED_CODE if requested_stop(Path(run_dir)) else 1) from None
         except BaseException as error:
             errors.send((kind_of(error), first_line(error)))

@@ -1,9 +1,9 @@
 """Detection of outlier seeds, which are reported and left out of the curve.
 
-A seed is compared with the median of the other seeds, over the later half of their common range of compute. Healthy
-seeds also differ: by the noise of their means, the drift of a policy and the published spread of asymptotes. Seeds
-whose gap exceeds `BAD_SEED` standard deviations of such healthy differences are left out of the curve, the worst first,
-provided that most seeds agree.
+A seed is compared with the median of the other seeds, over the later half of the compute that they share. Healthy seeds
+also differ: by the noise of their means, the drift of a policy and the published spread of asymptotes. Seeds whose gap
+exceeds `BAD_SEED` standard deviations of such healthy differences are left out, the worst first, provided that most
+seeds agree.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sweeps.fit.constants import BAD_SEED, MEANS_SD
 
 @dataclass(frozen=True)
 class BadSeed(AsJson):
-    """A seed that departed from the others.
+    """An outlier seed.
 
     Attributes:
         seed: label of the seed.
-        since: compute at which the gap begins, in the curve's unit.
-        by: median of the seed's rewards minus those of the others, over the later half; negative if it is below them.
+        since: compute at which the gap to the other seeds begins, in the curve's unit.
+        by: median gap of the seed's rewards to those of the others, over the later half; negative if the seed is below.
     """
 
     seed: str
@@ -33,9 +33,9 @@ class BadSeed(AsJson):
 
 
 def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, tuple[BadSeed, ...]]:
-    """Remove outlier seeds from a curve. Returns the curve of the agreeing seeds, and the removed seeds.
+    """Remove outlier seeds from a curve. Return the curve of the other seeds, and the removed seeds.
 
-    Seeds are removed only if a majority agrees: with two seeds, either could be the bad one.
+    Seeds are removed only if a majority agrees: with two seeds, either could be the outlier.
 
     Args:
         curve: evaluations of one recipe, all seeds.
@@ -54,7 +54,10 @@ def without_bad_seeds(curve: Curve, until: float | None = None) -> tuple[Curve, 
 
 
 def find_disagreement(curve: Curve) -> BadSeed | None:
-    """Return the lower of a curve's two seeds if they differ more than healthy seeds do; None unless it has two."""
+    """Return the lower of a curve's two seeds if they differ more than healthy seeds do, else None.
+
+    A curve with more or fewer seeds gives None.
+    """
     if len(np.unique(curve.seed)) != 2:
         return None
     return min(_outlying_seeds(curve), key=lambda pair: pair[0].by, default=(None, 0.0))[0]
@@ -67,7 +70,6 @@ def _outlying_seeds(curve: Curve) -> list[tuple[BadSeed, float]]:
 
 
 def _worst_seed(curve: Curve) -> BadSeed | None:
-    """Return the seed with the largest gap relative to its limit; None if no gap exceeds its limit."""
     return max(_outlying_seeds(curve), key=lambda pair: abs(pair[0].by) / pair[1], default=(None, 0.0))[0]
 
 
@@ -88,15 +90,15 @@ def _gap_and_limit(curve: Curve, label: str) -> tuple[BadSeed, float] | None:
         other_seed = curve.seed == other
         order = np.argsort(curve.compute[other_seed], kind="stable")
         x, y = curve.compute[other_seed][order], curve.reward[other_seed][order]
-        # Beyond the end of the other run there is no value to compare with: use NaN instead of its last value.
+        # The other run has no value beyond its end: use NaN instead of its last value.
         paths.append(np.where(computes <= x[-1], np.interp(computes, x, y), np.nan))
     stacked = np.array(paths)
     covered = ~np.isnan(stacked).all(axis=0)
     if int(covered.sum()) < 3:
         return None
     gap: Array = reward[covered] - np.nanmedian(stacked[:, covered], axis=0)
-    # Variance of a healthy gap: twice that of one seed's mean (once for this seed, once for the median of the others),
-    # plus the noise of evaluations. Differences of neighbours give the noise, because a lasting gap cancels in them.
+    # Variance of a healthy gap: that of this seed's mean, that of the others' median (about the same), and the noise of
+    # evaluations. The noise comes from differences of neighbours, in which a lasting gap cancels.
     variance = 2 * (MEANS_SD * curve.scale) ** 2 + float(np.var(np.diff(gap))) / len(gap)
     is_off = np.abs(gap) > 0.5 * abs(float(gap.mean()))
     since = float(computes[covered][np.argmax(is_off)])

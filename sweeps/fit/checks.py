@@ -1,7 +1,7 @@
 """Further fits of the same points, which help a reader judge a fit.
 
-No decision depends on these checks. So they are computed only where they are shown, and not when a race or a ranking
-refits hundreds of recipes.
+No decision depends on these checks. They are computed only where they are shown, not when a race or a ranking refits
+hundreds of recipes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R0_STEP = 0.05
 
 @dataclass(frozen=True)
 class R0Effect(AsJson):
-    """A and B, refitted with R0 fixed `step` lower and `step` higher; None where this R0 or the refit is impossible."""
+    """A and B, refitted with R0 lower and higher by `step`; None where such an R0 or the refit is impossible."""
 
     step: float
     A: tuple[float | None, float | None]
@@ -31,7 +31,7 @@ class R0Effect(AsJson):
 
 @dataclass(frozen=True, eq=False)
 class Checks:
-    """The fitted points and the checks of their fit; each check is computed at first use.
+    """The fitted points and the checks of their fit. Each check is computed when first read.
 
     Attributes:
         points: the fitted points.
@@ -45,7 +45,7 @@ class Checks:
 
     @cached_property
     def extrapolation_error(self) -> float | None:
-        """Absolute error, in reward, of a fit to the window's first half that forecasts the mean of its last quarter.
+        """Error, in reward, of a test forecast: a fit to the first half of compute predicts the last quarter's mean.
 
         None if the first half has too few points for a fit.
         """

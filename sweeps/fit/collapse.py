@@ -10,24 +10,25 @@ from sweeps.fit.scaled_points import ScaledPoints
 
 
 def collapse_probability(seen: ScaledPoints) -> tuple[float, float]:
-    """Estimate the probability that a run whose reward fell to 0 stays there, and since when it is 0.
+    """Estimate the probability that a run whose reward fell to 0 stays there, and the compute from which it is 0.
 
     Where no completion earns a reward, every advantage is 0 and training cannot recover. But a few samples may also all
     fail by chance. Let the last k evaluations be 0. In a dead run they are 0 for certain. In a run that fails by
     chance, a 0 is followed by another 0 with probability q. Laplace's rule estimates q from earlier zeros, of which s
-    were followed by another 0 (repeats) and r were not (recoveries). By the same rule, the prior probability d that a
-    fall to 0 is a death is 1 / (r + 2). With several seeds, k is the smallest of all seeds:
+    were followed by another 0 (repeats) and r were not (recoveries). By the same rule, a fall to 0 is a death with
+    prior probability d = 1 / (r + 2). With several seeds, k is the smallest over seeds:
 
         P = d / (d + (1 - d) q^(k - 1)),   d = 1 / (r + 2),   q = (s + 1) / (s + r + 2)
 
     Returns:
-        The probability P, and the compute, in windows, of the first of the last zeros. P is 0 if fewer than two
-        evaluations at the end are 0, or the run never reached the reward `COLLAPSE`.
+        The probability P, and the compute of the first of the last zeros, as a fraction of the largest evaluated
+        compute. P is 0 if fewer than two evaluations at the end are 0, or the run never reached the reward `COLLAPSE`.
     """
     no_collapse = 0.0, np.inf
     if not seen.bounded or seen.z.all():
         return no_collapse
-    # Count k per seed. For the rest, merge all seeds by compute, because they may be evaluated at different computes.
+    # k is counted per seed. Repeats and recoveries are counted after merging all seeds by compute, because seeds may be
+    # evaluated at different computes.
     k = min(_trailing(seen.z[seen.seed == seed] == 0) for seed in np.unique(seen.seed))
     high_rows = np.flatnonzero(seen.z >= COLLAPSE)
     if not len(high_rows) or k < 2:

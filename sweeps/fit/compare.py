@@ -1,10 +1,10 @@
 """Comparison of curve families on one recipe's evaluations, by fit and by forecast error.
 
-Families are compared in two ways: by AICc on the points that all of them can use (positive compute), and by their error
-on later points that the fit has not seen (rolling origin). For origins at 50% to 90% of the window, each family is
-fitted to the points up to the origin, and predicts the points from there to twice the origin's compute. The baseline is
-the last value: each seed's last evaluation before the origin. Where no family beats this baseline, the curve supports
-no forecast, and the sentence says so.
+Families are compared by AICc on the points that all of them can use (positive compute), and by their error on later
+points that the fit has not seen (rolling origin). For origins at 50% to 90% of the largest compute, each family is
+fitted to the points up to the origin, and predicts the points from there to twice the origin's compute. Its rival is
+the last value: the prediction that each seed keeps its last reward before the origin. Where no family beats the last
+value, the curve supports no forecast, and the sentence says so.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sweeps.fit.family import FAMILIES, Family
 from sweeps.fit.points import FitOptions, Points, average_neighbours, fits_r0, select
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8, 0.9)
-# Above this number of points, neighbouring points are averaged.
+# With more points than this, neighbouring points are averaged.
 _MAX_POINTS = 1000
 # With fewer held-out points, forecast skill is not judged.
 _MIN_HELD_OUT = 5
-# Grid search for a shape, in `_ROUNDS` rounds. A round has `_STEPS` values per shape parameter. The first round covers
-# `_REACH` prior standard deviations on either side of the prior mean; each further round is centred on the best cell
-# and `_REFINEMENT` times finer.
+# Grid search for a family's shape parameters, in `_ROUNDS` rounds with `_STEPS` values per parameter. The first round
+# covers `_REACH` prior standard deviations on either side of the prior mean. Each further round is centred on the best
+# cell so far, and its grid is `_REFINEMENT` times finer.
 _STEPS, _REACH, _ROUNDS, _REFINEMENT = 15, 3.0, 5, 2.8
-# Ridge penalty on each seed's offset, on a scale on which a point has weight 1.
+# Ridge penalty on each seed's offset, where a point has weight 1.
 _RIDGE = 1.0
 
 
@@ -41,7 +41,7 @@ class FamilyRow(AsJson):
     Attributes:
         parameters: number of fitted parameters, without the seeds' offsets.
         A, sse, r2: asymptote, weighted sum of squared errors and R^2 on all points of positive compute.
-        aicc, delta_aicc: Akaike's criterion corrected for few points, and its difference to the best family's.
+        aicc, delta_aicc: Akaike's criterion corrected for few points, and by how much it exceeds the best family's.
         held_out: mean absolute error in reward on later, unseen compute; None where too little can be held out.
     """
 
@@ -61,10 +61,10 @@ class Comparison(AsJson):
 
     Attributes:
         rows: one per family; empty with too few points.
-        last_value: mean absolute error, in reward, if each seed's last value predicts its later rewards; None where too
+        last_value: mean absolute error, in reward, of predicting that each seed keeps its last reward; None where too
             little is held out.
-        beats_last: whether some family (other than the constant) has a smaller error than the last value; None where
-            too little is held out.
+        beats_last: whether some family other than the constant has a smaller error than that; None where too little is
+            held out.
         sentence: the outcome in words.
     """
 
@@ -78,12 +78,12 @@ class Comparison(AsJson):
 
 
 def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
-    """Compare the families on one recipe's evaluations within the window of `options`.
+    """Compare the families on one recipe's evaluations within the range of compute of `options`.
 
     Args:
         curve: evaluations of one recipe.
-        options: R0 rule (for families that have one), compute window, and the family that the sentence names; the
-            defaults if None.
+        options: how R0 is treated, for families that have it, the range of compute, and the family that the sentence
+            names; None for `FitOptions()`.
 
     Raises:
         UserError: as for `sweeps.fit.fit.fit_curve`.
@@ -147,7 +147,7 @@ class _Solution:
     Attributes:
         end: largest compute, which is the unit of the other computes.
         first: smallest positive compute, in units of `end`.
-        shape: shape parameters u and v.
+        shape: coordinates u and v of the shape parameters, see `Family.basis`.
         r0, a: R0 and the common asymptote.
         offset: each seed's asymptote minus the common one, (S,); empty for one seed.
         sse: weighted sum of squared errors.
@@ -163,24 +163,27 @@ class _Solution:
     sse: float
 
     def gain_fraction(self, compute: Array) -> Array:
-        """Return g, the fraction of the gain, at computes (m,)."""
+        """Return g, the fraction of A - R0 that is gained, at computes (m,)."""
         return _gain_fraction(self.family, compute / self.end, self.first, *self.shape)
 
 
 def _weights(points: Points) -> Array:
-    """Return inverse variances of the points (n,), relative to the mean variance; 1 where variances are unknown."""
+    """Return the mean variance divided by each point's variance, (n,); 1 where variances are unknown."""
     return np.ones(len(points.reward)) if points.variance is None else points.variance.mean() / points.variance
 
 
 def _gain_fraction(family: Family, x: Array, first: float, u: Array | float, v: Array | float) -> Array:
-    """Return g at computes x (n,), in windows, for shapes that broadcast with x; a power law begins at `first`."""
+    """Return g at computes x (n,), relative to the largest, for shapes that broadcast with x.
+
+    A power law begins at `first`.
+    """
     u, v = np.asarray(u), np.asarray(v)
     with np.errstate(divide="ignore", over="ignore"):
         return family.basis(np.log(x), u, np.full_like(v, np.log(first)) if family.name == "power_law" else v)
 
 
 def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> _Solution:
-    """Fit a family by least squares: refine a grid over its shape around the best cell, and solve for R0 and A there.
+    """Fit a family by least squares: search a grid over its shape parameters, and solve for R0 and A at the best cell.
 
     Each seed has its own asymptote, shrunk towards the common one by a ridge penalty.
     """
@@ -194,9 +197,9 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
     ridge = np.eye(is_seed.shape[1]) * _RIDGE
 
     def linear(shape: Array) -> tuple[Array, Array]:
-        """Solve for R0 (unless fixed), A and the seeds' offsets; return these and the weighted residuals."""
+        """Solve for R0 (unless fixed), A and the seeds' offsets. Return these and the weighted residuals."""
         g = _gain_fraction(family, x, first, *shape)
-        # If R0 is fixed, subtract its part of the curve from the rewards; else R0 gets a column.
+        # A fixed R0 is subtracted from the rewards; a free one gets a column of the design matrix.
         columns, target = [g, *(is_seed * g[:, None]).T], points.reward - (0.0 if fixed is None else fixed * (1 - g))
         if fixed is None:
             columns = [1 - g, *columns]
@@ -208,7 +211,8 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
         levels = np.arange(1 if fixed is not None else 2)
         out_of_bounds = levels[(theta[levels] < bounds[0]) | (theta[levels] > bounds[1])]
         if len(out_of_bounds):
-            # Move a level (R0 or A) that is outside the bounds to the nearest bound, and solve again for the rest.
+            # Move a level (R0 or A) that is outside the bounds to the nearest bound, and solve again for the other
+            # parameters.
             theta[out_of_bounds] = np.clip(theta[out_of_bounds], *bounds)
             free = np.setdiff1d(np.arange(len(theta)), out_of_bounds)
             theta[free] = np.linalg.lstsq(stacked[:, free], targets - stacked[:, out_of_bounds] @ theta[out_of_bounds])[
@@ -220,7 +224,7 @@ def _solve(points: Points, options: FitOptions, bounds: tuple[float, float]) -> 
     (best_u, sd_u), (best_v, sd_v) = family.prior
     steps = np.linspace(-1, 1, _STEPS)
     for round_ in range(_ROUNDS):
-        # Evaluate all cells at once, without offsets of the seeds; only the best cell is solved with them.
+        # All cells are evaluated at once without the seeds' offsets. Only the best cell is solved with them.
         width = _REACH * _REFINEMENT**-round_
         u = best_u + width * sd_u * (steps if family.shape > 0 else np.zeros(1))
         v = best_v + width * sd_v * (steps if family.shape > 1 else np.zeros(1))
@@ -251,10 +255,10 @@ def _row(
     solution = _solve(points, options, bounds)
     n = len(points.reward)
     parameters = FAMILIES[name].shape + 1 + fits_r0(options)
-    # For S seeds, k counts S parameters besides those of the curve: S - 1 free offsets, and the variance of the noise.
+    # k counts, besides the curve's parameters, S for S seeds: S - 1 free offsets, and the variance of the noise.
     k = parameters + points.seeds
-    # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1). It is undefined for n <= k + 1, where a large constant
-    # replaces it. The floor avoids ln 0 on noise-free data.
+    # AICc = n ln(SSE / n) + 2 k + 2 k (k + 1) / (n - k - 1). Its last term is undefined for n <= k + 1: a large
+    # constant replaces it. `floor` avoids ln 0 on noise-free data.
     floor = n * (1e-7 * max(1.0, float(np.abs(points.reward).max()))) ** 2
     correction = 2 * k * (k + 1) / (n - k - 1) if n > k + 1 else 1e6
     aicc = n * float(np.log((solution.sse + floor) / n)) + 2 * k + correction
@@ -274,9 +278,9 @@ def _row(
 
 
 def _sum_of_squares(g: Array, y: Array, weight: Array, fixed: float | None, bounds: tuple[float, float]) -> Array:
-    """Return the weighted sum of squares of y (n,) about the best R0 (1 - g) + A g; g (k, n) -> (k,).
+    """Return the weighted sum of squares of rewards y (n,) about the best R0 (1 - g) + A g; g (k, n) -> (k,).
 
-    R0 and A are within the bounds; `fixed` is R0 if it is fixed, None to solve for it.
+    R0 and A are kept within the bounds. `fixed` is the value of a fixed R0, None to solve for it.
     """
     h = 1 - g
     gg, gh, hh, gy, hy = (g * g) @ weight, (g * h) @ weight, (h * h) @ weight, g @ (weight * y), h @ (weight * y)
@@ -296,7 +300,7 @@ def _sum_of_squares(g: Array, y: Array, weight: Array, fixed: float | None, boun
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """Evaluations after the compute `origin`, held out of the fit: `compute`, `reward` and `seed` are (m,)."""
+    """Evaluations after the compute `origin`, held out of the fit; (m,) each."""
 
     origin: float
     compute: Array
@@ -307,9 +311,8 @@ class _HeldOut:
 def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
     """Return the evaluations held out after each origin, and the mean absolute error of the last value on these.
 
-    The last value is each seed's last reward before the origin, taken as the prediction of its later rewards. Each seed
-    has its own, so that seeds that ended earlier do not distort the error. The result is an empty list and None if too
-    few evaluations can be held out.
+    The last value is each seed's own last reward before the origin, so that seeds that ended earlier do not distort the
+    error. If too few evaluations can be held out, the result is an empty list and None.
     """
     end = float(points.compute.max())
     parts: list[_HeldOut] = []
@@ -334,16 +337,14 @@ def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
 
 
 def _error(points: Points, options: FitOptions, parts: Sequence[_HeldOut], bounds: tuple[float, float]) -> float:
-    """Return the mean absolute error, in reward, of a family over all held-out evaluations."""
     errors = []
     for part in parts:
-        # `take` renumbers the seeds: map the held-out seeds to the new numbers, -1 for a seed not seen before the
-        # origin.
+        # `take` renumbers the seeds. Map held-out seeds to the new numbers, and seeds not seen before the origin to -1.
         seeds_before = np.unique(points.seed[points.compute <= part.origin])
         number = np.where(np.isin(part.seed, seeds_before), np.searchsorted(seeds_before, part.seed), -1)
         early_points = points.take(points.compute <= part.origin)
         solution = _solve(early_points, options, bounds)
-        # A seed that was not seen before the origin has offset 0.
+        # The appended 0 is the offset of seeds not seen before the origin.
         offset = np.append(solution.offset if len(solution.offset) else np.zeros(early_points.seeds), 0.0)[number]
         g = solution.gain_fraction(part.compute)
         predicted = solution.r0 * (1 - g) + (solution.a + offset) * g

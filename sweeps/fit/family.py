@@ -1,5 +1,6 @@
-"""Families of compute curves, all of the form R(C) = R0 (1 - g(C)) + A g(C): R0 and A enter linearly, and g has one or
-two shape parameters.
+"""Families of compute curves, all of the form R(C) = R0 (1 - g(C)) + A g(C).
+
+R0 and A enter linearly; g has no, one or two shape parameters.
 
     sigmoid        g = 1 / (1 + (C_mid / C)^B)                       arXiv 2510.13786, eq. 1
     sigmoid_zero   the sigmoid with R0 = 0
@@ -25,18 +26,18 @@ Prior = tuple[tuple[float, float], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Family:
-    """A family of curves, by its basis function g and the prior of its shape.
+    """A family of curves: its basis function g and the prior of its shape parameters.
 
     Attributes:
         name, formula: name and equation of the family, as printed.
         names: names of its shape parameters, none to two.
-        basis: g as a function (log_compute, u, v), for coordinates u and v that broadcast against the points' log
-            compute (-inf at compute 0). u and v are logarithms of the shape parameters, except the logistic's v, which
-            is c itself.
-        inverse: compute at which g has a given value below 1, as a function (g, u, v), for arrays u and v of the same
-            shape.
-        prior: prior mean and standard deviation of u, and of v, with compute in windows.
-        powers: exponents of the unit of compute in the two shape parameters.
+        basis: g as a function (log_compute, u, v) of the points' log compute (-inf at compute 0) and of the coordinates
+            u and v, which broadcast against it. u and v are logarithms of the shape parameters, except the logistic's
+            v, which is c itself.
+        inverse: function (fraction, u, v) that returns the compute at which g has this value below 1, for arrays u and
+            v of the same shape.
+        prior: prior mean and standard deviation of u, and of v, with compute in units of the largest evaluated compute.
+        powers: exponents with which the two shape parameters scale with the unit of compute.
         from_zero: whether the curve is defined at compute 0; if not, evaluations at compute 0 are left out.
     """
 
@@ -55,23 +56,29 @@ class Family:
         return len(self.names)
 
     def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
-        """Convert coordinates u and v to the shape parameters (such as B and C_mid)."""
+        """Convert coordinates u and v to the shape parameters, such as B and C_mid."""
         with np.errstate(over="ignore"):
             return np.exp(u), v if self.name == "logistic" else np.exp(v)
 
     def compute_at(self, fraction: float, first: Array, second: Array) -> Array:
-        """Return the compute (K,) at which a fraction of A - R0 is gained, for shapes (K,); infinite on overflow."""
+        """Return the compute (K,) at which a fraction of A - R0 is gained, infinite on overflow.
+
+        `first`, `second`: shapes (K,).
+        """
         with np.errstate(over="ignore", divide="ignore"):
             return np.maximum(self.inverse(fraction, *self.coordinates(first, second)), 0.0)
 
     def coordinates(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Convert shape parameters to coordinates u and v, the inverse of `natural`."""
+        """Convert the shape parameters to coordinates u and v: the inverse of `natural`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)
 
 
 def logistic_of(t: Array) -> Array:
-    """Compute the logistic function 1 / (1 + exp(-t)); SciPy's `expit` is exacter for tiny values but half as fast."""
-    # Compute in place: for large arrays, allocating temporaries costs as much as the function itself.
+    """Compute the logistic function 1 / (1 + exp(-t)).
+
+    SciPy's `expit` is more exact for tiny values but half as fast.
+    """
+    # In place, because allocating temporaries costs as much as the function itself for large arrays.
     result = np.asarray(0.5 * t)
     np.tanh(result, out=result)
     result *= 0.5
@@ -105,7 +112,6 @@ def _constant(x: Array, u: Array, v: Array) -> Array:
 
 
 def _log_odds(fraction: float) -> float:
-    """Return the log odds of a fraction."""
     return float(np.log(fraction / (1 - fraction)))
 
 
@@ -129,7 +135,7 @@ def _constant_inverse(fraction: float, u: Array, v: Array) -> Array:
     return np.zeros_like(u)
 
 
-# Prior of a coordinate that the family does not have.
+# Prior of a coordinate that a family with fewer shape parameters lacks.
 _UNUSED = (0.0, 1.0)
 _OF_SIGMOID = (SIGMOID_PRIOR, SCALE_PRIOR)
 SIGMOID = Family(

@@ -31,13 +31,16 @@ from sweeps.fit.schedule import Schedule, schedule_of
 from sweeps.fit.seeds import BORROWED_SEED_SD, SPREAD_DOF, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
 from sweeps.parallel import mapped
 
-# With `robust`: number of rounds in which outliers are moved towards the line.
+# Number of rounds in which `FitOptions.robust` moves outliers towards the fitted line.
 _ROBUST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Interval(AsJson):
-    """An estimate with its 95% bounds. An open bound is None; the value is None if unknown or refused."""
+    """An estimate with its 95% bounds.
+
+    An open bound is None; the value is None if it is unknown or may not be reported.
+    """
 
     value: float | None
     low: float | None
@@ -48,7 +51,10 @@ UNKNOWN = Interval(None, None, None)
 
 
 def format_interval(interval: Interval | None, form: str) -> str:
-    """Format an estimate with its bounds in the number format `form`; None is `-`, an open bound `open`."""
+    """Format an estimate with its bounds in the number format `form`.
+
+    Without a value return `-`; an open bound is `open`.
+    """
     if interval is None or interval.value is None:
         return "-"
     low, high = ("open" if bound is None else format(bound, form) for bound in (interval.low, interval.high))
@@ -60,20 +66,22 @@ class Fit(AsJson):
     """The fitted curve of one recipe with its verdict, intervals and posterior draws.
 
     Attributes:
-        A, B, C_mid: estimates with 95% bounds; value and bounds are None where the verdict allows no estimate.
+        A, B, C_mid: estimates with 95% bounds, all None where the verdict allows no estimate.
         A_total: A's bounds widened by the spread between seeds, in reward; None for an open bound.
-        R0: reward at compute 0; None without a fit, and for a constant. R0_source: `given`, `first` or `free`, see
-            `sweeps.fit.points`.
+        R0: reward at compute 0; None without a fit, and for a constant. R0_source: how R0 was obtained (`given`,
+            `first` or `free`, see `sweeps.fit.points`).
         rmse, r2: root mean squared error and R^2 of the rewards about the fitted line; None without a fit.
-        window: smallest and largest fitted compute, in the curve's unit; None if no point is in the window.
+        window: smallest and largest fitted compute, in the curve's unit; None if no point is within the options'
+            limits.
         bounds: lowest and highest value that R0 and A may take, in reward.
-        draws: posterior draws that the intervals are read from; None where no fit was possible.
+        draws: posterior draws of the parameters, from which the intervals are read; None where no fit was possible.
         shape: the family's shape parameters by name: B and C_mid of a sigmoid, B alone of a power law.
-        informative_seeds: number of seeds with enough points to inform on their asymptote.
+        informative_seeds: number of seeds that ran far enough to inform on their asymptote.
         bad_seeds: outlier seeds, which are left out of the curve.
         checks: further fits of the same points, for judging this one; None without a fit.
         outlook_inputs: inputs of the posterior; None with too few points.
-        pool: information of the study's other recipes on the walk, which the draws use; None without pooling.
+        pool: information from the study's other recipes on the size of the random walk, which the draws use; None
+            without pooling.
     """
 
     curve: Curve
@@ -105,17 +113,17 @@ class Fit(AsJson):
 
     @property
     def outlook(self) -> Outlook | None:
-        """Forecasts under any verdict; None where there are too few points. Computed at first use, which is slow."""
+        """Forecasts under any verdict; None where there are too few points. Computed when first read, which is slow."""
         return None if self.outlook_inputs is None else self.outlook_inputs.outlook
 
     @property
     def extrapolation_error(self) -> float | None:
-        """See `Checks.extrapolation_error`; also None without a fit."""
+        """The same as `Checks.extrapolation_error`; None without a fit."""
         return None if self.checks is None else self.checks.extrapolation_error
 
     @cached_property
     def R0_effect(self) -> R0Effect | None:
-        """A and B refitted with R0 fixed one step lower and higher, as in `sensitivity`.
+        """A and B, refitted with R0 lower and higher by `R0_STEP` of the reward's scale.
 
         None if the fit has no A, or is not a sigmoid with A free.
         """
@@ -143,11 +151,11 @@ class Fit(AsJson):
 
     @property
     def identifiable(self) -> bool:
-        """Return whether the verdict lets the recipe be ranked on A."""
+        """True if the verdict lets the recipe be ranked on A."""
         return self.verdict == "identifiable"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fit as printed by `scalerl fit --json`: without NaN and infinity; an open bound is None."""
+        """Return the fit as printed by `scalerl fit --json`. NaN, infinity and open bounds are None."""
         return {
             "recipe": self.recipe,
             "verdict": self.verdict,
@@ -188,13 +196,13 @@ def fit_curve(
 
     Args:
         curve: evaluations of all seeds; the result does not depend on their order or on the unit of compute.
-        options: R0 rule, compute window and fixed asymptote; the defaults if None.
+        options: how R0 is treated, range of compute, family and fixed asymptote; None for `FitOptions()`.
         seed_spread: spread of A between seeds, for `A_total`; None for the published spread (arXiv 2510.13786, A.7).
-        pool: `Fit.pool` of the recipe's earlier fit, to refit a recipe that `fit_curves` has pooled; None for no
+        pool: `Fit.pool` of an earlier fit, to refit a recipe of a study that `fit_curves` has pooled; None for no
             pooling.
 
     Raises:
-        UserError: r0 is outside the rewards' bounds, or the window is empty.
+        UserError: r0 is outside the rewards' bounds, or no evaluation is within the options' range of compute.
     """
     options = options or FitOptions()
     spread = seed_spread or SeedSpread(BORROWED_SEED_SD * curve.scale)
@@ -220,9 +228,9 @@ def fit_curve(
         )
     start = 0.0 if options.min_compute is None else options.min_compute
     if schedule is not None:
-        # Points are in compute at the peak learning rate, so convert the start of the window too.
+        # Points are in compute at the peak learning rate, so convert the lower limit of compute too.
         start = float(schedule.effective_compute(np.array(start)))
-    # A first evaluation from before the window only informs R0, so it is not counted for the window.
+    # A first evaluation below the lower limit informs R0 only.
     in_window = points.compute >= start
     window = (
         (float(points.compute[in_window].min()), float(points.compute[in_window].max())) if in_window.any() else None
@@ -271,7 +279,7 @@ def _notes(
     inputs: OutlookInputs | None,
     bad_seeds: Sequence[BadSeed],
 ) -> Iterator[str]:
-    """Yield warnings about the data of the fit. agreeing: the curve without its bad seeds."""
+    """Yield warnings about the data of the fit. `agreeing` is the curve without its outlier seeds."""
     if schedule is not None:
         yield (
             f"the learning rate decays: at the end, compute counts {schedule.rate:.0%}; A, B and C_mid hold at the "
@@ -302,12 +310,12 @@ def _notes(
 
 
 def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int) -> Fit:
-    """Fill in estimates, intervals and verdict from the draws of the posterior.
+    """Add estimates, intervals and verdict, from the draws of the posterior.
 
     Args:
         empty: the fit so far, with its options, bounds and warnings.
         points: the fitted points.
-        inputs: inputs of the posterior, with its draws.
+        inputs: inputs of the posterior.
         parameters: number of fitted parameters.
     """
     options, outlook = empty.options, inputs.outlook
@@ -362,7 +370,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
         checks=Checks(points, inputs, parameters),
         draws=draws,
         informative_seeds=int(informing.sum()),
-        # The asymptotes of seeds can only be compared if the verdict says that A is known.
+        # Asymptotes of seeds can only be compared if A is identifiable.
         seed_excess=excess if judgement.identifiable else SeedExcess(),
     )
     return with_seed_spread(fit, empty.seed_spread)
@@ -375,7 +383,7 @@ def interval_of(draws: Array) -> Interval:
 
 
 def _refit_robustly(points: Points, inputs: OutlookInputs) -> OutlookInputs:
-    """Move outliers towards the fitted line and fit again, which approximates Huber's robust fit (1964)."""
+    """Move outliers towards the fitted line and fit again. This approximates Huber's robust fit (1964)."""
     for _ in range(_ROBUST_ROUNDS):
         line = inputs.outlook.line_at(points.compute)
         residual = points.reward - line
@@ -390,14 +398,14 @@ def _refit_robustly(points: Points, inputs: OutlookInputs) -> OutlookInputs:
 
 
 def _law_evidence(fit: Fit, A: Interval) -> verdict.LawEvidence:
-    """Collect the evidence of all laws for and against the fitted family; A is its asymptote."""
+    """Collect the evidence of all laws (forms of the curve) for and against the fitted family, whose asymptote is A."""
     assert fit.outlook is not None and fit.window is not None
     outlook, scale = fit.outlook, fit.curve.scale
     evidence = dict(outlook.log_evidence)
     fitted = evidence.pop(fit.family)
     rival = max(evidence, key=lambda name: evidence[name])
     start, later = outlook.at(np.array([0.0, 2 * fit.window[1]])).T
-    # A ceiling within the margin of a tie counts as the same ceiling.
+    # A ceiling outside A's interval by no more than the margin of a tie counts as inside.
     margin = PLATEAU * scale
     low = (fit.bounds[0] if A.low is None else A.low) - margin
     high = (fit.bounds[1] if A.high is None else A.high) + margin
@@ -412,7 +420,7 @@ def _law_evidence(fit: Fit, A: Interval) -> verdict.LawEvidence:
 
 
 def _a_bounds(points: Points, A: Interval, limits: tuple[float, float] | None) -> tuple[float | None, float | None]:
-    """Return A's bounds; None at a limit of the reward, except at the upper limit if a plateau was observed."""
+    """Return A's bounds; None at a limit of the reward, except at the upper limit after an observed plateau."""
     low, high = A.low, A.high
     if limits is None:
         return low, high
@@ -426,11 +434,11 @@ def _a_bounds(points: Points, A: Interval, limits: tuple[float, float] | None) -
 
 
 def with_seed_spread(fit: Fit, spread: SeedSpread) -> Fit:
-    """Return the fit with another seed spread, and with `A_total`, A's interval widened by that spread."""
+    """Return the fit with another spread between seeds, and `A_total`: A's interval widened by this spread."""
     value, low, high = fit.A.value, fit.A.low, fit.A.high
     if value is None:
         return replace(fit, seed_spread=spread, A_total=(None, None))
-    # The errors of the fit and of the mean over seeds are independent: their half-widths add in quadrature.
+    # The errors of the fit and of the mean over seeds are independent, so their half-widths add in quadrature.
     half_width = spread.quantile() * spread.sd / np.sqrt(fit.informative_seeds)
     bottom = None if low is None else float(max(value - np.hypot(value - low, half_width), fit.bounds[0]))
     top = None if high is None else float(min(value + np.hypot(high - value, half_width), fit.bounds[1]))
@@ -445,16 +453,16 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, worke
 
     Args:
         curves: one curve per recipe.
-        options: R0 rule, window and family; the defaults if None.
+        options: options of every fit; None for `FitOptions()`.
         workers: number of processes that share the work, see `sweeps.parallel`.
     """
     return pool_over_recipes(mapped(partial(fit_curve, options=options), curves, workers), curves)
 
 
 def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
-    """Share information between a study's recipes, each fitted alone by `fit_curve`; `fit_curves` includes this.
+    """Share information between a study's recipes, each fitted alone by `fit_curve`. `fit_curves` includes this step.
 
-    The scale of the walks (`sweeps.fit.pooling`) and the spread between seeds are pooled.
+    The size of the random walks (`sweeps.fit.pooling`) and the spread between seeds are pooled.
     """
     scale = max((curve.scale for curve in curves), default=1.0)
     fits = _pool_walks(fits)
@@ -468,7 +476,9 @@ def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]
 
 
 def warnings_of(fits: Sequence[Fit]) -> list[str]:
-    """Return all warnings of fits, each with its recipe, preceded by a warning if a spread between seeds is assumed.
+    """Return all warnings of fits, each with its recipe.
+
+    A warning that the spread between seeds is assumed comes first.
 
     Fits without draws, such as fits by the published procedure, use no spread between seeds.
     """
@@ -485,7 +495,7 @@ def warnings_of(fits: Sequence[Fit]) -> list[str]:
 
 
 def _pool_walks(fits: Sequence[Fit]) -> list[Fit]:
-    """Reweight each fit's draws by the walks of the other recipes, and recompute the estimates."""
+    """Reweight each fit's draws by the size of the other recipes' random walks, and recompute the estimates."""
     numbers = sorted((i for i, fit in enumerate(fits) if fit.draws is not None), key=lambda i: fits[i].recipe)
     if len(numbers) < POOLED_FROM:
         return list(fits)

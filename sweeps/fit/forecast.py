@@ -17,12 +17,11 @@ from sweeps.fit.scaled_points import ScaledPoints
 from sweeps.fit.schedule import Schedule
 
 DRAWS = 2000
-# Above this number of points, neighbouring points, or points of several seeds, are averaged, because more points only
-# take time.
+# With more points than this, neighbouring points, or points of several seeds, are averaged: more points only take time.
 _MAX_POINTS = 160
-# With fewer points there is no forecast.
+# With fewer points than this there is no forecast.
 _MIN_POINTS = 4
-# Computes, in windows, at which the fitted line is evaluated; in between it is interpolated linearly.
+# Computes, relative to the largest evaluated one, at which the fitted line is evaluated. In between it is linear.
 _LINE = np.concatenate([[0.0], np.geomspace(1e-3, 0.04, 8), np.linspace(0.05, 1, 39), np.geomspace(1.05, 300, 32)])
 
 
@@ -31,10 +30,12 @@ class Draws:
     """Joint draws of a fitted family's parameters.
 
     Attributes:
-        A, R0: asymptote and reward at compute 0, (K,). A includes `sweeps.fit.posterior.Futures.current_offset`.
+        A, R0: asymptote and reward at compute 0, (K,). A includes the mean of the random walk just beyond the data
+            (`sweeps.fit.posterior.Futures.current_offset`).
         B, C_mid: first and second shape parameter of the family, (K,); B and C_mid for a sigmoid.
         family: family of the curve.
-        schedule: decay of the learning rate, which defines effective compute; None if it is constant or unknown.
+        schedule: decay of the learning rate, which converts compute to effective compute; None if it is constant or
+            unknown.
     """
 
     A: Array
@@ -45,7 +46,7 @@ class Draws:
     schedule: Schedule | None = None
 
     def gain_fraction(self, compute: Array) -> Array:
-        """Return the fraction of A - R0 that each draw has gained at computes (m,); (K, m)."""
+        """Return the fraction (K, m) of A - R0 that each draw has gained at computes (m,)."""
         with np.errstate(divide="ignore"):
             log_compute = np.log(compute if self.schedule is None else self.schedule.effective_compute(compute))
         u, v = self.family.coordinates(self.B, self.C_mid)
@@ -54,18 +55,20 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Outlook:
-    """Posterior draws of a recipe's curve, in the units of its evaluations, and the posterior weights of the laws.
+    """Posterior draws of a recipe's curve in its own units, and posterior weights of its possible forms, the laws.
 
     Attributes:
         futures: K joint draws of the curve under all laws, without units.
         family_futures: K draws of the curve under the fitted family only; None after pooling with other recipes.
         draws: K draws of the fitted family's parameters.
-        line: fitted line at the computes `_LINE`, without units: median of law plus walk under the fitted family.
-        end: largest evaluated compute, at the peak learning rate, in the curve's unit.
+        line: fitted line at the computes `_LINE`, without units: the median, under the fitted family, of curve plus
+            random walk.
+        end: largest evaluated compute, as effective compute (at the peak learning rate), in the curve's unit.
         bottom, width: lower end and width of the reward's scale.
         weights, log_evidence: posterior probability and log evidence of each law, by name.
         noise: standard deviation of one evaluation about each draw, in reward, (K,).
-        schedule: decay of the learning rate, which defines effective compute; None where it is constant or unknown.
+        schedule: decay of the learning rate, which converts compute to effective compute; None if it is constant or
+            unknown.
     """
 
     futures: Futures
@@ -87,7 +90,7 @@ class Outlook:
         return self.bottom + self.width * self.futures.at(np.asarray(at / self.end))
 
     def line_at(self, compute: Array) -> Array:
-        """Return the fitted line, in reward, at computes (m,) at the peak learning rate; it ends at A's median."""
+        """Return the fitted line, in reward, at effective computes (m,). It ends at A's median."""
         return np.asarray(self.bottom + self.width * np.interp(compute / self.end, _LINE, self.line))
 
     @cached_property
@@ -98,7 +101,7 @@ class Outlook:
 
 @dataclass(frozen=True, eq=False)
 class OutlookInputs:
-    """Inputs of an outlook, which is computed at first use, because it is slow.
+    """Inputs of an outlook, which is slow and therefore computed when first read.
 
     Attributes:
         recipe: label of the recipe, which seeds the draws.
@@ -126,7 +129,7 @@ class OutlookInputs:
         return self._outlook_from(*posterior.draw(DRAWS), posterior.log_evidence)
 
     def resample(self, weights: Callable[[Array], Array]) -> OutlookInputs:
-        """Return a copy whose draws are resampled, those under all laws and those under the fitted family only.
+        """Return a copy whose draws, under all laws and under the fitted family, are resampled by weight.
 
         Args:
             weights: function that returns the weights (K,) of draws, given their `Futures.log_walk` (K,).
@@ -145,8 +148,7 @@ class OutlookInputs:
         return resampled
 
     def _outlook_from(self, futures: Futures, family_futures: Futures, log_evidence: Mapping[str, float]) -> Outlook:
-        """Convert draws of all laws, and of the family alone, to the curve's units."""
-        # A point is a mean of several evaluations: one evaluation is noisier by the square root of their number.
+        # A point is a mean of several evaluations. One evaluation is noisier by the square root of their number.
         family = self.options.curve_family
         noise = self.width * self.evaluations_per_point**0.5 * futures.noise
         # A dead run earns exactly 0, without noise.
@@ -183,17 +185,16 @@ class OutlookInputs:
 
     @property
     def _first(self) -> float:
-        """Smallest positive compute, in windows."""
+        """Smallest positive compute, as a fraction of the largest evaluated compute."""
         return float(self.points.x[self.points.x > 0].min())
 
     @property
     def _fixed(self) -> tuple[float | None, float | None]:
-        """R0 and A where the options fix them, in reward."""
         r0 = None if isinstance(self.options.r0, str) else self.options.r0
         return 0.0 if self.options.family == "sigmoid_zero" else r0, self.options.asymptote
 
 
-# Purposes of a recipe's random numbers. The index in this tuple is part of the seed: append new purposes at the end.
+# Purposes of a recipe's random numbers. Their index is part of the seed: append new purposes at the end.
 _STREAMS = (
     "posterior",
     "pooled",
@@ -215,7 +216,7 @@ def generator(name: str, stream: str) -> np.random.Generator:
         name: label of the recipe, or of another object that is drawn.
         stream: purpose of the numbers, one of `_STREAMS`.
     """
-    # crc32 instead of `hash`, which is salted per process.
+    # `hash` would differ between processes, because it is salted.
     return np.random.default_rng([zlib.crc32(name.encode()), _STREAMS.index(stream)])
 
 
@@ -226,14 +227,14 @@ def outlook_inputs(
     schedule: Schedule | None = None,
     options: FitOptions | None = None,
 ) -> OutlookInputs | None:
-    """Rescale points to evaluations without units, as inputs of an outlook; None if they are too few or do not vary.
+    """Rescale points to be without units, as inputs of an outlook; None if they are too few or do not vary.
 
     Args:
         recipe: label of the recipe, which seeds the draws.
-        points: points of the recipe's curve; compute at the peak learning rate.
+        points: points of the recipe's curve, in effective compute.
         scale: lowest and highest possible reward; None if rewards are unbounded (their observed range is then used).
-        schedule: conversion from compute spent to the points' compute; None if they are equal.
-        options: the family, and R0 and A where they are fixed; the defaults if None.
+        schedule: conversion from compute spent to effective compute; None if they are equal.
+        options: the family, and R0 and A where they are fixed; None for `FitOptions()`.
     """
     positive = points.compute > 0
     if len(points.reward) < _MIN_POINTS or len(np.unique(points.compute[positive])) < _MIN_POINTS - 1:
@@ -246,7 +247,7 @@ def outlook_inputs(
     order = np.lexsort((averaged.seed, averaged.compute))
     end = float(points.compute.max())
     variance = None if averaged.variance is None else np.round(averaged.variance[order] / width**2, 14)
-    # Round, so that changing the unit of compute or reward does not change a bit of the result.
+    # Rounding makes the result bit-equal under a change of the units of compute and reward.
     x, z = np.round(averaged.compute[order] / end, 12), np.round((averaged.reward[order] - bottom) / width, 12)
     scaled = ScaledPoints(x, z, averaged.seed[order], variance, scale is not None)
     per_point = len(points.reward) / len(averaged.reward)

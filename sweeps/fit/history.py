@@ -1,4 +1,4 @@
-"""Repeat fits at growing compute, and check every forecast against the evaluations that followed."""
+"""Repeat fits at growing compute, and check every forecast against the evaluations that followed it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.pooling import Pool
 from sweeps.fit.predict import predict, predict_mean, readable
 
-# Factor by which compute grows between snapshots; also the factor between two snapshots that confirm a departure.
+# Factor by which compute grows between snapshots; also the factor between two snapshots that confirm a departure from
+# the forecast.
 GROWTH = 1.15
-# A check uses evaluations above compute / RECENT, the last tenth. A fit forecasts up to REACH times its compute.
+# A check uses evaluations above compute / RECENT, the last tenth. A fit is used to forecast up to REACH times its
+# compute.
 RECENT = 1.1
 REACH = 1.5
 
@@ -43,7 +45,7 @@ class Check(AsJson):
 
     @property
     def inside(self) -> bool:
-        """Return whether the actual mean is within the predicted interval."""
+        """True if the actual mean is within the predicted interval."""
         return self.low <= self.actual <= self.high
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class Snapshot(AsJson):
     """Results of one recipe's fit to its evaluations up to a compute.
 
     Attributes:
-        compute_end: compute up to which evaluations were fitted. n: number of these evaluations, over all seeds.
+        compute_end, n: compute up to which evaluations were fitted, and their number over all seeds.
         verdict, A: results of the fit.
         forecast: a later compute, and the predicted reward of one evaluation there, with a 95% interval; None where the
             fit cannot be used for forecasts.
@@ -119,13 +121,13 @@ def history(
     earlier: Sequence[Snapshot] = (),
     pool: Pool | None = None,
 ) -> list[Snapshot]:
-    """Repeat the fit at growing compute up to the curve's end; return only the new snapshots.
+    """Repeat the fit at growing compute, up to the end of the curve. Return only the new snapshots.
 
     Args:
         curve: evaluations of one recipe so far.
         options: options of every fit; no snapshot is taken beyond `max_compute`.
         every: smallest factor by which compute grows between snapshots, except for the last; 1 for a snapshot after
-            every evaluation. By default 40 evenly spaced evaluations give a dozen snapshots, each doubling 5 more.
+            every evaluation. With the default, 40 evenly spaced evaluations give a dozen snapshots, and 80 give 5 more.
         earlier: earlier snapshots, the oldest first. If all new evaluations are at a lower compute than the last
             snapshot, because their seed lags behind, a snapshot at the last compute is taken again.
         pool: `Fit.pool` of the recipe's fit, so that the last snapshot equals this fit; None for no pooling.
@@ -139,7 +141,7 @@ def history(
 def iter_snapshots(
     curve: Curve, options: FitOptions, every: float, earlier: Sequence[Snapshot], pool: Pool | None = None
 ) -> Iterator[Snapshot]:
-    """Yield snapshots one by one, so that a caller can write each before the next is computed."""
+    """Yield the snapshots of `history` one by one, so that a caller can write each before the next is computed."""
     if not every >= 1:
         raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
     fits = _Fits(curve, options, pool)
@@ -148,13 +150,13 @@ def iter_snapshots(
 
 
 def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlier: Sequence[Snapshot]) -> list[float]:
-    """Choose the amounts of compute at which new fits are recorded; later evaluations never change earlier choices."""
+    """Choose the computes of new snapshots. Later evaluations do not change which computes were chosen earlier."""
     if not computes:
         return []
     last = earlier[-1].compute_end if earlier else 0.0
     ends: list[float] = []
     for number, compute in enumerate(computes):
-        # With fewer computes than `MIN_COMPUTES` every fit is refused (`too_few_points`).
+        # With fewer than `MIN_COMPUTES` computes every fit is refused (`too_few_points`).
         if compute > last and (number + 1 >= MIN_COMPUTES or earlier) and compute >= every * last:
             ends.append(compute)
             last = compute
@@ -166,10 +168,10 @@ def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlie
 
 
 class _Fits:
-    """Fits of the evaluations of one curve up to any amount of compute, each made once.
+    """Fits of one curve's evaluations up to any compute, each computed once.
 
     Attributes:
-        computes: compute of every evaluation of the curve inside the options' limits, ascending.
+        computes: distinct computes of the curve's evaluations within the options' limits, ascending.
     """
 
     def __init__(self, curve: Curve, options: FitOptions, pool: Pool | None) -> None:
@@ -179,13 +181,11 @@ class _Fits:
         self._fits: dict[float, Fit] = {}
 
     def up_to(self, end: float) -> Fit:
-        """Fit the evaluations up to a compute."""
         if end not in self._fits:
             self._fits[end] = fit_curve(self._curve, replace(self._options, max_compute=end), pool=self._pool)
         return self._fits[end]
 
     def snapshot(self, end: float) -> Snapshot:
-        """Take a snapshot of the evaluations up to a compute."""
         fit = self.up_to(end)
         forecast = None
         if _can_forecast(fit):
@@ -207,15 +207,14 @@ class _Fits:
         earlier = [compute for compute in self.computes if compute <= end / RECENT]
         if not earlier:
             return None
-        # If evaluations are sparse, forecast from the latest earlier compute, although it is further away.
+        # Sparse evaluations: forecast from the latest earlier compute, although it is further away.
         made_at = next((compute for compute in earlier if compute >= end / REACH), earlier[-1])
         fit = self.up_to(made_at)
         if not _can_forecast(fit):
             return None
         latest = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
         value, low, high = predict_mean(fit, self._curve.compute[latest])
-        # If some seeds have ended, the mean of the other seeds differs from the mean of all by the spread between
-        # seeds.
+        # Seeds that have ended shift the mean of the remaining seeds by the spread between seeds: widen the interval.
         seeds_before = len(np.unique(self._curve.seed[self._curve.compute <= made_at]))
         seeds_now = len(np.unique(self._curve.seed[latest]))
         if seeds_now < seeds_before:
@@ -225,14 +224,14 @@ class _Fits:
 
 
 def _can_forecast(fit: Fit) -> bool:
-    """Return whether a fit's forecasts can be checked, which needs enough points and a reward that rises."""
+    """Return whether a fit can forecast and the reward rises, so that its forecasts can be checked."""
     return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:
     """Return a warning if the latest evaluations are outside the intervals that earlier fits predicted, else None.
 
-    The checks of all snapshots within the last factor `GROWTH` of compute must be outside their intervals, all on the
+    The checks of all snapshots over the last factor `GROWTH` of compute must be outside their intervals, all on the
     same side. docs/measured/watch.md has the rates of false alarms and misses.
 
     Args:

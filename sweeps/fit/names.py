@@ -1,4 +1,7 @@
-"""Names of families and methods for the command line. Imports neither NumPy nor SciPy, so commands start fast."""
+"""Names of families and methods for the command line.
+
+This module imports neither NumPy nor SciPy, so that commands start fast.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Selection of the points of a fit: the compute window, and the role of R0.
+"""Selection of the evaluations that a fit uses: the range of compute, and the role of R0.
 
-The paper does not say how R0 is obtained; an error of 0.05 in R0 moves A by about 0.014. The modes of R0:
+The paper (arXiv 2510.13786) does not say how R0 is obtained. An error of 0.05 in R0 moves A by about 0.014. So
+`FitOptions.r0` offers a choice:
 
     a number   R0 is fixed; evaluations at compute 0 are left out.
     "first"    R0 is fitted. The first evaluation of every seed counts as a noisy observation, even where
-               `min_compute` cuts off the rest of the early part. An evaluation at compute 0 observes
+               `min_compute` leaves out the rest of the early part. An evaluation at compute 0 observes
                R0 itself, a later one only the curve at its compute.
-    "free"     R0 is fitted to the points of the window only.
+    "free"     R0 is fitted to the points within `min_compute` and `max_compute` only.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from sweeps.curve import Array, Curve
 from sweeps.errors import UserError
 from sweeps.fit.family import FAMILIES, Family
 
-# Averaging leaves at least this many points per run: widely spaced points would hide the bend between them.
+# Averaging leaves at least this many points per run, because widely spaced points would hide the bend between them.
 _MIN_POINTS_OF_RUN = 40
 R0Mode = float | Literal["first", "free"]
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of a fit: R0 rule, compute window, family and robustness.
+    """Options of a fit: how R0 is treated, range of compute, family and robustness.
 
     Attributes:
-        r0: value or mode of R0, see the module's docstring.
-        min_compute, max_compute: ends of the window, inclusive, in the curve's unit; None for no limit.
+        r0: value of R0 or how it is fitted, see the module's docstring.
+        min_compute, max_compute: range of compute, inclusive, in the curve's unit; None for no limit.
         asymptote: fixed A; None to fit A.
         family: a name in `sweeps.fit.family.FAMILIES`.
         robust: whether points far from the curve get less weight.
@@ -46,13 +47,13 @@ class FitOptions:
     robust: bool = False
 
     def inside(self, compute: Array) -> NDArray[np.bool_]:
-        """Return a mask of the computes (n,) that are in the window."""
+        """Return a mask of the computes (n,) that are within the limits."""
         low, high = self.min_compute, self.max_compute
         return (compute >= (-np.inf if low is None else low)) & (compute <= (np.inf if high is None else high))
 
     @property
     def curve_family(self) -> Family:
-        """The curve family that the options name.
+        """The curve family with the name `family`.
 
         Raises:
             UserError: no such family.
@@ -63,7 +64,7 @@ class FitOptions:
 
     @property
     def is_free_sigmoid(self) -> bool:
-        """Return whether the sigmoid is fitted with A free; only then are other laws compared with it."""
+        """True if the sigmoid is fitted with A free. Only then are other laws compared with it."""
         return self.family == "sigmoid" and self.asymptote is None
 
 
@@ -72,7 +73,7 @@ class Points:
     """The points of a fit, ordered by seed and compute; arrays (n,).
 
     Attributes:
-        compute: compute at the peak learning rate, in the curve's unit.
+        compute: effective compute (`sweeps.fit.schedule`), in the curve's unit.
         reward: reward of the evaluation.
         variance: variance of the sampling error of each reward; None if unknown.
         seed: number of the seed, from 0.
@@ -96,7 +97,7 @@ class Points:
 
 
 def select(curve: Curve, options: FitOptions) -> Points:
-    """Select the points within the window, with compute at the peak learning rate (`sweeps.fit.schedule`).
+    """Select the points within the options' range of compute, and convert their compute to effective compute.
 
     If `options.r0` is `first`, the first evaluation of every seed is added, even if it is below `min_compute`. If R0 is
     fixed, or the family is not defined at compute 0, evaluations at compute 0 are left out.
@@ -110,13 +111,13 @@ def select(curve: Curve, options: FitOptions) -> Points:
         np.minimum.at(first, seeds, curve.compute)
         keep |= (curve.compute == first[seeds]) & replace(options, min_compute=None).inside(curve.compute)
     _, seed = np.unique(curve.seed[keep], return_inverse=True)
-    # Sort ties in compute by reward, so that the result does not depend on the order of the evaluations.
+    # Sorting ties in compute by reward makes the result independent of the order of the evaluations.
     order = np.lexsort((curve.reward[keep], curve.compute[keep], seed))
     sd = None if curve.sd is None else curve.sd[keep][order]
     variance = None
-    # If half of the evaluations report no error, treat all errors as unknown and weigh all points alike.
+    # If half of the evaluations report an error of 0, all errors count as unknown, and all points weigh the same.
     if sd is not None and sd.size and float(np.median(sd)) > 0:
-        # An evaluation whose samples all agree reports an error of 0, but is not infinitely precise.
+        # An evaluation whose samples all agree reports an error of 0, but is not infinitely precise: set a lower limit.
         variance = np.maximum(sd, 0.5 * float(np.median(sd))) ** 2
     at_peak = curve.compute if curve.at_peak is None else curve.at_peak
     return Points(at_peak[keep][order], curve.reward[keep][order], variance, seed[order].astype(np.intp))
@@ -125,9 +126,9 @@ def select(curve: Curve, options: FitOptions) -> Points:
 def average_neighbours(points: Points, limit: int) -> Points:
     """Average neighbouring points until about `limit` points remain.
 
-    Neighbours of one seed are averaged if each seed then keeps `_MIN_POINTS_OF_RUN` points. Otherwise there are too
-    many seeds: they are divided into groups, and each group is merged into one run, so that the common curve keeps its
-    resolution. Evaluations at compute 0 are not averaged with later evaluations.
+    If each seed then keeps `_MIN_POINTS_OF_RUN` points, neighbours of one seed are averaged. With too many seeds for
+    that, seeds are divided into groups, and each group is merged into one run, so that the common curve keeps its
+    resolution. Evaluations at compute 0 are not averaged with later ones.
     """
     seeds, block = points.seeds, -(-len(points.reward) // limit)
     if block == 1 or limit >= _MIN_POINTS_OF_RUN * seeds:
@@ -143,7 +144,10 @@ def average_neighbours(points: Points, limit: int) -> Points:
 
 
 def _average_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
-    """Average blocks of neighbours within each run; block: points per block, for all runs or for each run."""
+    """Average blocks of neighbours within each run.
+
+    `block` is the number of points per block, for all runs or for each.
+    """
     if np.max(block) == 1:
         return points
     n = len(points.reward)
@@ -159,14 +163,14 @@ def _average_blocks(points: Points, block: int | NDArray[np.intp]) -> Points:
         return np.asarray(np.bincount(block_of, values) / count)
 
     with np.errstate(divide="ignore"):
-        # Use the geometric mean, because a curve is nearly straight in log compute.
+        # A curve is nearly straight in log compute, so use the geometric mean.
         compute = np.where(points.compute[starts_block] > 0, np.exp(mean(np.log(points.compute))), 0.0)
     variance = None if points.variance is None else mean(points.variance) / count
     return Points(compute, mean(points.reward), variance, points.seed[starts_block])
 
 
 def fits_r0(options: FitOptions) -> bool:
-    """Return whether R0 is a fitted parameter. A power law always fits it, as the reward at its first point."""
+    """Return whether R0 is a fitted parameter. A power law always fits it: it is the reward at the first point."""
     if options.family in ("power_law", "constant"):
         return options.family == "power_law"
     return isinstance(options.r0, str) and options.family != "sigmoid_zero"

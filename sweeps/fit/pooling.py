@@ -1,9 +1,10 @@
-"""Partial pooling of the scales of random walks over a study's recipes.
+"""Partial pooling of the size of random walks over a study's recipes.
 
-One recipe gives little information about tau, the scale of its random walk about the law. Recipes of one study have
-similar scales. So log tau of each recipe is assumed to follow a Student t distribution about a common centre. The prior
-of the centre is such that a single recipe's log tau is distributed about as without pooling. Each recipe's draws are
-reweighted by the posterior of the centre given the other recipes, so nothing is refitted.
+The model of a curve (`sweeps.fit.posterior`) includes a random walk with a standard deviation tau. One recipe gives
+little information about tau, but recipes of one study have similar values. So log tau of each recipe is assumed to
+follow a Student t distribution about a common centre. The prior of the centre is such that a single recipe's log tau is
+distributed about as without pooling. Each recipe's draws are reweighted by the posterior of the centre given the other
+recipes, so nothing is refitted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scipy.special import logsumexp
 from sweeps.curve import Array
 from sweeps.fit.constants import WALK_PRIOR
 
-# With fewer recipes, nothing is pooled.
+# With fewer recipes than this, nothing is pooled.
 POOLED_FROM = 3
 # Student t distribution of log tau over a study's recipes: its scale and degrees of freedom, and the prior standard
 # deviation of its centre. The scale is a choice: on real curves 0.25 and 0.6 in place of 0.4 did about as well.
@@ -27,7 +28,7 @@ _CENTRES = np.linspace(WALK_PRIOR[0] - 3.7, WALK_PRIOR[0] + 2.8, 60)
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Information of a study's other recipes on the scale of one recipe's walk.
+    """Information from a study's other recipes on the size of one recipe's random walk.
 
     Attributes:
         size: number of pooled recipes, including this one.
@@ -46,7 +47,7 @@ def pools_of(log_walks: Sequence[Array]) -> list[Pool]:
     """Return the pool of each recipe.
 
     Args:
-        log_walks: log tau of each recipe's draws of all laws, (K,) each.
+        log_walks: log tau of each recipe's draws, (K,) each.
     """
     likelihoods = [logsumexp(_log_density_ratio(log_walk), axis=0) - np.log(len(log_walk)) for log_walk in log_walks]
     centre = -0.5 * ((_CENTRES - WALK_PRIOR[0]) / _CENTRE_SD) ** 2 + np.sum(likelihoods, axis=0)
@@ -55,7 +56,7 @@ def pools_of(log_walks: Sequence[Array]) -> list[Pool]:
 
 
 def _log_density_ratio(log_walk: Array) -> Array:
-    """Return the log density of log tau (K,) given each centre, minus that of the single-recipe prior; (K, centres)."""
+    """Return the log density (K, centres) of log tau (K,) given each centre, minus that of its prior."""
     mean, sd = WALK_PRIOR
     distance = (log_walk[:, None] - _CENTRES) / _SPREAD
     log_density = -0.5 * (_DOF + 1) * np.log1p(distance**2 / _DOF)

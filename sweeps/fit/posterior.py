@@ -2,9 +2,10 @@
 
     z = R0 + (A - R0) g(x; u, v) + w(x) + s(x) + e
 
-x is compute in windows (units of the largest compute evaluated), z the reward on a scale of width 1. g is a law: a
-sigmoid, a Weibull curve, or nothing. w is a random walk about the law: Brownian within the window, levelling off beyond
-the window. s is a seed's distance from the mean of the given seeds, also a random walk. e is white noise.
+x is compute in windows (multiples of the largest evaluated compute), z the reward on a scale of width 1. g is a law,
+that is a form of the curve: a sigmoid, a Weibull curve, or no gain. w is a random walk about the law: Brownian within
+the evaluated compute (x <= 1), levelling off beyond. s is the difference between a seed and the mean of the given
+seeds, also a random walk. e is white noise.
 
 Given a law, its shape (u, v) and the scales of walk and noise, the rest of the model is Gaussian, so the evidence is
 exact. Only these four parameters are sampled, by adaptive importance sampling with deterministic mixture weights (Owen
@@ -47,34 +48,34 @@ from sweeps.fit.constants import (
 from sweeps.fit.family import SIGMOID, Family, Prior
 from sweeps.fit.scaled_points import ScaledPoints
 
-# Sampling draws `_SAMPLES` per round. It stops when the effective sample size reaches `_FINE`; after `_ROUNDS` rounds,
-# `_ENOUGH` suffices; after `_MAX_ROUNDS` it stops in any case. A new proposal is fitted to samples whose effective size
-# is at least `_ENOUGH`.
+# Sampling draws `_SAMPLES` per round. It stops when the effective sample size reaches `_FINE`, or, after `_ROUNDS`
+# rounds, `_ENOUGH`. After `_MAX_ROUNDS` it stops in any case. Each new proposal is fitted to samples with an effective
+# size of at least `_ENOUGH`.
 _SAMPLES, _FINE, _ENOUGH, _ROUNDS, _MAX_ROUNDS = 200, 200, 15, 12, 40
-# Computes at which walks are drawn, in windows: within and beyond the window. At the last of these computes the walks
-# have levelled off.
+# Computes at which walks are drawn, in windows: up to the largest evaluated compute, and beyond. At the last of these
+# the walks have levelled off.
 _WITHIN = np.linspace(0, 1, 25)[1:]
 _BEYOND = np.array([*(1 + OFFSET_WINDOWS * np.array([0.2, 0.5, 1])), 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0, 100.0])
 _NODES = np.concatenate([[0.0], _WITHIN, _BEYOND])
-# From this many draws on, a line is the median of every fourth draw.
+# With this many draws or more, a line is the median of every fourth draw, which is faster.
 _MANY_DRAWS = 1000
-# Variance added to every point, so that the precision stays finite.
+# Variance added to every rotated point, so that its precision stays finite.
 _ROUNDING = 1e-8
-# A later proposal is wider than the samples so far. Its covariance is `_WIDER` times theirs, plus the square of
+# A later proposal is wider than the samples so far: its covariance is `_WIDER` times theirs, plus the square of
 # `_PRIOR_SHARE` prior standard deviations. `_TAIL`: degrees of freedom of the proposals, which are Student t.
 _WIDER, _PRIOR_SHARE, _TAIL = 1.2, 0.05, 5.0
 
 
 @dataclass(frozen=True)
 class Law:
-    """A law by which the reward grows with compute.
+    """A law (form of the curve) by which the reward grows with compute.
 
     Attributes:
         prior: prior probability of the law.
-        basis: g(log x, u, v) for the logarithm of computes x (n,) and shapes u, v (k, 1); (k, n), from 0 to 1.
+        basis: g(log x, u, v) for log computes (n,) and shape parameters u and v (k, 1); (k, n), from 0 to 1.
         shape: prior mean and standard deviation of u, and of v.
         r0, a: prior mean and standard deviation of R0 and A.
-        rises: whether the law has a gain; if not, R0 is the level and A has no meaning.
+        rises: whether the law has a gain; if not, R0 is the constant level and A has no meaning.
     """
 
     name: str
@@ -104,16 +105,18 @@ LAWS = (
 
 
 def _power_law_basis(family: Family, log_first: float, log_x: Array, u: Array, v: Array) -> Array:
-    """Return g of a power law, whose v is not free: it is the logarithm of the first positive compute."""
+    """Return g of a power law. Its v is not free: it is the logarithm of the first positive compute."""
     return family.basis(log_x, u, np.full_like(v, log_first))
 
 
 def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> tuple[Law, ...]:
-    """Return the laws to average: `LAWS` for a sigmoid; for another family, or with A fixed, the family and "no law".
+    """Return the laws to average over.
+
+    For a sigmoid with A free these are `LAWS`; for another family, or with A fixed, that family and "no law".
 
     Args:
         family: the fitted family.
-        first: smallest positive compute, in windows, where a power law begins.
+        first: smallest positive compute, as a fraction of the largest, where a power law begins.
         r0, a: R0 and A where they are fixed, on a scale of width 1; None where they are estimated.
     """
     laws: tuple[Law, ...] = LAWS
@@ -128,19 +131,22 @@ def laws_of(family: Family, first: float, r0: float | None, a: float | None) -> 
 
 
 def walk_variance(x: Array) -> Array:
-    """Return the variance, at compute x (any shape, in windows), of a walk of scale 1, which levels off after x = 1."""
+    """Return the variance, at computes x in windows (any shape), of a walk of scale 1. It levels off after x = 1."""
     return np.where(x <= 1, x, 1 - LEVELLING * np.expm1(-np.maximum(x - 1, 0) / LEVELLING))
 
 
 @dataclass(frozen=True, eq=False)
 class Futures:
-    """Joint draws of curves; rewards on a scale of width 1, compute in windows; (K,) unless stated otherwise.
+    """Joint draws of curves.
+
+    Rewards are on a scale of width 1, compute is in windows (see the module); arrays are (K,) if not stated otherwise.
 
     Attributes:
         laws, law: the laws, and the index of each draw's law.
-        u, v, r0, a: shape and levels of the law.
+        u, v, r0, a: shape parameters, R0 and A of the law.
         walk: the walk at the computes `_NODES`, (K, m); in single precision, to save memory.
-        noise: standard deviation of one evaluation. log_walk: logarithm of the walk's standard deviation over a window.
+        noise: standard deviation of one evaluation.
+        log_walk: logarithm of tau, the walk's standard deviation over one window.
         bounded: whether rewards are in [0, 1]; if so, draws are clipped to [0, 1].
         dead: mask of the draws whose reward is 0 from compute `died` on, see `sweeps.fit.collapse`.
     """
@@ -164,38 +170,37 @@ class Futures:
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def at(self, x: Array) -> Array:
-        """Return the reward of each draw at computes x (m,), in windows; (K, m)."""
+        """Return the reward (K, m) of each draw at computes x (m,)."""
         return self._clip(self._law_at(x) + self._walk_at(x, len(_NODES) - 1), x)
 
     @property
     def current_offset(self) -> Array:
-        """Current offset of each draw (K,): mean of the walk over the first `OFFSET_WINDOWS` windows beyond the end."""
+        """Mean of each draw's walk from x = 1 to x = 1 + `OFFSET_WINDOWS`, (K,)."""
         end = len(_WITHIN)
         x, walk = _NODES[end : end + 4], self.walk[:, end : end + 4]
         return np.asarray(((walk[:, 1:] + walk[:, :-1]) / 2 @ np.diff(x)) / OFFSET_WINDOWS)
 
     @property
     def ceiling(self) -> Array:
-        """Reward of each draw's law at `FARTHEST` windows, plus the walk's current offset; (K,)."""
+        """Reward of each draw's law at x = `FARTHEST`, plus `current_offset`; (K,)."""
         far = np.array([FARTHEST])
         return self._clip(self._law_at(far) + self.current_offset[:, None], far)[:, 0]
 
     @property
     def asymptote(self) -> Array:
-        """A of each draw, plus the walk's current offset; (K,)."""
+        """A of each draw, plus `current_offset`; (K,)."""
         end = np.array([np.inf])
         return self._clip((self.a + self.current_offset)[:, None], end)[:, 0]
 
     def line(self, x: Array) -> Array:
-        """Return the median of law plus walk at computes x (m,); (m,).
+        """Return the median (m,) of law plus walk at computes x (m,).
 
-        From `OFFSET_WINDOWS` windows after the window's end on, the walk is replaced by its current offset.
+        From x = 1 + `OFFSET_WINDOWS` on, the walk is replaced by `current_offset`.
         """
         if len(self.law) >= _MANY_DRAWS:
             return self.take(np.arange(0, len(self.law), 4)).line(x)
         walk = self._walk_at(x, len(_WITHIN))
-        # From the window's end to `OFFSET_WINDOWS` windows later, interpolate to the offset that A includes, so that
-        # the line ends at A.
+        # Just beyond x = 1, interpolate from the walk to the offset that A includes, so that the line ends at A.
         fraction = np.clip((x - 1) / OFFSET_WINDOWS, 0, 1)
         walk = walk * (1 - fraction) + self.current_offset[:, None] * fraction
         return np.asarray(np.median(self._clip(self._law_at(x) + walk, x), axis=0))
@@ -207,7 +212,6 @@ class Futures:
         return np.asarray(self.walk[:, right_node - 1] * (1 - fraction) + self.walk[:, right_node] * fraction)
 
     def _law_at(self, x: Array) -> Array:
-        """Return the reward by the law alone at computes x (m,); (K, m)."""
         rewards = np.empty((len(self.law), len(x)))
         with np.errstate(divide="ignore"):
             log_x = np.log(x)[None]
@@ -218,14 +222,14 @@ class Futures:
         return rewards
 
     def _clip(self, paths: Array, x: Array) -> Array:
-        """Return rewards (K, m) at computes x (m,): 0 where a draw is dead, else clipped to the bounds."""
+        """Clip rewards (K, m) at computes x (m,) to the bounds; set those of dead draws to 0."""
         paths[np.ix_(self.dead, x >= self.died)] = 0.0
         return np.clip(paths, 0.0, 1.0) if self.bounded else paths
 
 
 @dataclass(frozen=True, eq=False)
 class _Rotated:
-    """The points in rotated coordinates in which walk and noise are independent, for one scale of the seeds' walks.
+    """The points in coordinates in which walk and noise are independent, for one scale of the seeds' walks.
 
     Attributes:
         rotation: matrix from points to rotated coordinates, (n, n).
@@ -271,7 +275,7 @@ def _rotate(points: ScaledPoints, relative: Array, scale: float) -> _Rotated:
 
 @dataclass(frozen=True, eq=False)
 class _Regression:
-    """Posterior of R0 and A given the other parameters, one entry per sample, (k,).
+    """Posterior of R0 and A given the other parameters, one entry per sample, (k,) if not stated otherwise.
 
     Attributes:
         precision, g: precision of the rotated points, and rotated g at the points, (k, n).
@@ -320,7 +324,7 @@ class Posterior:
             self._log_x = np.log(points.x)[None]
         sampling = np.ones(len(points.x)) if points.variance is None else points.variance
         mean = float(sampling.mean())
-        # Prior of the log noise. Known sampling errors are used only if they explain all of the points' roughness.
+        # Known sampling errors are used only if they explain all of the points' roughness.
         self._noise = float(np.log(max(points.roughness, QUIET))), NOISE_SD
         if points.variance is not None and KNOWN * mean**0.5 >= points.roughness:
             self._noise = float(np.log(KNOWN * mean**0.5)), KNOWN_SD
@@ -344,7 +348,7 @@ class Posterior:
         pg, one, z = p * g, rotated.one, rotated.z
         oo, oz, zz = p @ one**2, p @ (one * z), p @ z**2
         og, gz, gg = pg @ one, pg @ z, (pg * g).sum(1)
-        # Normal equations of the columns 1 - g and g; the prior adds its precision.
+        # The normal equations of the columns 1 - g and g, with the prior's precision added.
         m00, m01, m11 = oo - 2 * og + gg + s0**-2, og - gg, gg + s1**-2
         c0, c1 = oz - gz + m0 / s0**2, gz + m1 / s1**2
         det = m00 * m11 - m01**2
@@ -358,7 +362,7 @@ class Posterior:
         return _Regression(precision=p, g=g, r0=r0, a=a, v01=v01, v11=v11, m00=m00, log_evidence=log_evidence)
 
     def _sample_law(self, law_index: int) -> _Samples:
-        """Sample the parameters of a law: first from the prior, then around the samples with most weight."""
+        """Sample the parameters of a law: first from the prior, then around the samples with the most weight."""
         prior = np.array([*self._laws[law_index].shape, WALK_PRIOR, self._noise])
         proposals = [_StudentT(prior[:, 0], np.diag(prior[:, 1]))]
         theta, log_likelihood = np.empty((0, 4)), np.empty((len(self._rotated), 0))
@@ -391,7 +395,7 @@ class Posterior:
     def draw(self, count: int) -> tuple[Futures, Futures]:
         """Draw `count` curves of all laws, by posterior probability, and `count` curves of the first law only.
 
-        The curves of the first law in the joint draw are also in the draw of the first law only.
+        The first draw's curves of the first law are also in the second draw.
         """
         edges = np.rint(np.cumsum([0.0, *self.weights.values()]) * count).astype(int)
         counts = np.diff(edges)
@@ -407,7 +411,7 @@ class Posterior:
         return self._futures(law[order], joint_draws, p, died), first_law_futures
 
     def _futures(self, law: NDArray[np.intp], draws: Sequence[Array], p: float, died: float) -> Futures:
-        """Assemble draws of u, v, r0, a, walk, noise and log_walk; the first fraction p of the rows are dead runs."""
+        """Assemble draws of u, v, r0, a, walk, noise and log_walk. The first fraction p of the rows are dead runs."""
         u, v, r0, a, walk, noise, log_walk = draws
         dead = np.arange(len(law)) < round(p * len(law))
         return Futures(
@@ -446,8 +450,8 @@ class Posterior:
             + regression.v01 / regression.v11 * (a - regression.a)
             + rng.standard_normal(k) / np.sqrt(regression.m00)
         )
-        # Matheron's rule: draw walk and points from the prior, then correct the walk by how the drawn points differ
-        # from the observed rewards.
+        # Matheron's rule: draw walk and points from the prior, then correct the walk by the difference between the
+        # drawn points and the observed rewards.
         tau, sigma = np.exp(theta[:, 2:3]), np.exp(theta[:, 3:4])
         prior_walk = tau * np.cumsum(
             np.sqrt(np.diff(walk_variance(_NODES))) * rng.standard_normal((k, len(_NODES) - 1)), axis=1
@@ -462,20 +466,20 @@ class Posterior:
         correction = tau**2 * ((regression.precision * (rotated.z - law - prior_points)) @ rotated.cross.T)
         walk = np.zeros((k, len(_NODES)))
         walk[:, 1 : m + 1] = prior_walk[:, :m] + correction
-        # Beyond the window nothing is observed, so the last correction is kept.
+        # Nothing is observed beyond x = 1, so the last correction is kept.
         walk[:, m + 1 :] = prior_walk[:, m:] + correction[:, -1:]
         return r0, a, walk
 
 
 def draw_by_weight(weight: Array, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Draw indices (count,) by weight (n,), in random order; stratified, because independent draws are noisier."""
+    """Draw indices (count,) by weight (n,), in random order. The draw is stratified, which is less noisy."""
     quantiles = (np.arange(count) + rng.random(count)) / max(count, 1)
     indices = np.minimum(np.searchsorted(np.cumsum(weight) / weight.sum(), quantiles), len(weight) - 1)
     return np.asarray(rng.permutation(indices), dtype=np.intp)
 
 
 def _tempered(log_weight: Array) -> Array:
-    """Return weights (k,) that sum to 1, raised to a power until the effective sample size is at least `_ENOUGH`."""
+    """Return weights (k,) that sum to 1, flattened by a power until their effective size is at least `_ENOUGH`."""
     below = log_weight - log_weight.max()
     for power in 0.7 ** np.arange(60):
         weight = np.exp(power * below)
@@ -486,14 +490,17 @@ def _tempered(log_weight: Array) -> Array:
 
 
 def _log_normal(x: Array, prior: Array) -> Array:
-    """Return the log density (k,) of independent normals at x (k, d); prior: means and standard deviations (d, 2)."""
+    """Return the log density (k,) of independent normals at x (k, d).
+
+    `prior` has their means and standard deviations, (d, 2).
+    """
     mean, sd = prior.T
     return np.asarray(-0.5 * (((x - mean) / sd) ** 2).sum(1) - np.log(sd).sum() - 0.5 * len(sd) * np.log(2 * np.pi))
 
 
 @dataclass(frozen=True, eq=False)
 class _StudentT:
-    """A multivariate Student t distribution, the proposal: its tails are heavier than those of the posterior.
+    """A multivariate Student t distribution, used as proposal because its tails are heavier than the posterior's.
 
     Attributes:
         mean: mean, (d,).
@@ -504,12 +511,10 @@ class _StudentT:
     root: Array
 
     def draw(self, count: int, rng: np.random.Generator) -> Array:
-        """Draw points (count, d)."""
         scale = np.sqrt(_TAIL / rng.chisquare(_TAIL, (count, 1)))
         return np.asarray(self.mean + scale * rng.standard_normal((count, len(self.mean))) @ self.root.T)
 
     def log_density(self, x: Array) -> Array:
-        """Return the log density at points (k, d); (k,)."""
         d = len(self.mean)
         squares = (np.linalg.solve(self.root, (x - self.mean).T) ** 2).sum(0)
         norm = gammaln((_TAIL + d) / 2) - gammaln(_TAIL / 2) - d / 2 * np.log(_TAIL * np.pi)

@@ -1,6 +1,6 @@
 """Forecasts from a fit: the runs' reward at given compute with a 95% interval, under any verdict.
 
-Forecasts come from the outlook (`sweeps.fit.forecast`), which averages laws by how well each predicts. A verdict
+Forecasts come from `Fit.outlook`, which averages over laws (forms of the curve) by posterior probability. A verdict
 decides whether A is identifiable, not whether the curve can be forecast. If another family than the sigmoid was fitted,
 or A was fixed, the laws are that family and "no law".
 """
@@ -18,20 +18,20 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.seeds import SeedSpread
 
-# Beyond this multiple of the window's end a forecast is useless for planning; the paper goes to 2 to 3 times the end.
+# Beyond this multiple of the evaluated compute a forecast is useless for planning. The paper goes to 2 to 3 times.
 FAR = 100.0
 
 
 @dataclass(frozen=True)
 class Band:
-    """Median reward with a 95% prediction interval; arrays of the same shape."""
+    """Median reward with a 95% prediction interval. The arrays have the same shape."""
 
     value: Array
     low: Array
     high: Array
 
     def interval(self, at: int = 0) -> Interval:
-        """Return the interval at one index of a band."""
+        """Return the interval at one index."""
         return Interval(float(self.value[at]), float(self.low[at]), float(self.high[at]))
 
 
@@ -52,12 +52,12 @@ def paths(fit: Fit, compute: Array | Sequence[float]) -> Array:
 
 
 def offset_growth(x: Array) -> Array:
-    """Return the fraction of a seed's final offset that has built up at computes x (n,), in windows."""
+    """Return the fraction of a seed's final offset built up at x (n,), multiples of the evaluated compute."""
     return np.asarray(-np.expm1(-x / SETTLED))
 
 
 def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
-    """Return draws (K, m) of the recipe's mean reward over all possible seeds, not only the given runs, see `paths`."""
+    """Return draws (K, m) of the recipe's mean reward over all possible seeds; `paths` has that of the given runs."""
     draws = paths(fit, compute)
     assert fit.window is not None
     grown = offset_growth(np.atleast_1d(np.asarray(compute, dtype=float)) / fit.window[1])
@@ -66,13 +66,12 @@ def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
 
 
 def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -> Band:
-    """Predict the runs' reward at each compute, pointwise.
+    """Predict the runs' reward at each compute separately.
 
     Args:
         fit: a fit of any verdict that is `readable`.
         compute: where to predict, 0 or more, in the curve's unit, (m,).
-        observations: 0 to predict the curve; k to predict the mean of k evaluations around that compute, over all
-            seeds, with its noise.
+        observations: 0 to predict the curve; k to predict the mean of k evaluations near that compute, with its noise.
 
     Raises:
         ValueError: there are too few points to forecast from.
@@ -84,7 +83,7 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
 
 
 def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, float, float]:
-    """Predict the mean reward over evaluations at the given computes (one entry each): value, low and high at 95%.
+    """Predict the mean reward over evaluations, given the compute of each. Return value, low and high at 95%.
 
     Raises:
         ValueError: there are too few points to forecast from.
@@ -96,7 +95,7 @@ def predict_mean(fit: Fit, compute: Array | Sequence[float]) -> tuple[float, flo
 
 
 def _noise(fit: Fit, observations: int, count: int) -> Array:
-    """Draw the noise of a mean of `observations` evaluations about each of `count` curves; (count, 1)."""
+    """Draw the noise (count, 1) of a mean of `observations` evaluations about each of `count` curves."""
     rng = generator(fit.recipe, "noise")
     assert fit.outlook is not None
     noise: Array = (fit.outlook.noise / observations**0.5 * rng.standard_normal(count))[:, None]
@@ -104,7 +103,7 @@ def _noise(fit: Fit, observations: int, count: int) -> Array:
 
 
 def spacing(fit: Fit) -> float:
-    """Return the median distance between evaluations of one run in the window, in compute."""
+    """Return the median distance in compute between neighbouring evaluations of a run, within the fitted compute."""
     assert fit.window is not None
     curve = fit.curve
     in_window = (curve.compute >= fit.window[0]) & (curve.compute <= fit.window[1])
@@ -137,15 +136,16 @@ def reward_at(fit: Fit, compute: float) -> Interval | None:
 
 
 def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Return draws of a recipe's A over all possible seeds, or of a new run's A; (K,), in reward.
+    """Return draws (K,), in reward, of a recipe's A over all possible seeds, or of a new run's A.
 
-    The draws cover all laws, whether or not A is identifiable. The standard deviation of the difference between the
-    mean over the given seeds and the recipe's A is sd / sqrt(seeds); a new run adds sd.
+    The draws cover all laws (forms of the curve), whether or not A is identifiable. The mean over the given seeds
+    differs from the recipe's A by a standard deviation of sd / sqrt(seeds). A new run differs from the recipe's A by sd
+    more.
 
     Args:
         fit: fit of one recipe.
         new_run: whether to draw the A of a new run instead of the recipe's A.
-        spread: spread between seeds; None for the fit's `seed_spread` (between paired recipes it is smaller).
+        spread: spread between seeds; None for the fit's `seed_spread`. Between paired recipes it is smaller.
 
     Raises:
         ValueError: there are too few points.
@@ -155,7 +155,7 @@ def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = Non
 
 
 def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Return draws of the difference between `total_draws` and `asymptote_draws`, (K,)."""
+    """Return draws of `total_draws` minus `asymptote_draws`, (K,)."""
     rng = generator(fit.recipe, "seeds")
     spread = spread or fit.seed_spread
     noise = rng.standard_normal(DRAWS) if np.isinf(spread.dof) else rng.standard_t(spread.dof, DRAWS)
@@ -164,7 +164,7 @@ def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = No
 
 
 def asymptote_draws(fit: Fit) -> Array:
-    """Return draws (K,) of A for the given runs: as `total_draws`, but without the spread between seeds.
+    """Return draws (K,) of A for the given runs: like `total_draws`, but without the spread between seeds.
 
     Raises:
         ValueError: there are too few points.
@@ -172,13 +172,13 @@ def asymptote_draws(fit: Fit) -> Array:
     if fit.outlook is None:
         raise ValueError(f"recipe {fit.recipe!r} has no draws: {fit.verdict}")
     if fit.verdict in ("flat", "decreasing") and fit.window is not None:
-        # The reward does not rise, so there is no ceiling to extrapolate to: take the forecast at twice the compute.
+        # A reward that does not rise has no ceiling to extrapolate to: take the forecast at twice the compute.
         return fit.outlook.at(np.array([2 * fit.window[1]]))[:, 0]
     return fit.outlook.ceiling
 
 
 def quantiles(values: Array, tail: float = 0.025) -> Interval:
-    """Return median and bounds of draws (K,), with probability `tail` beyond either bound; None where infinite."""
+    """Return the median of draws (K,) with bounds, each with probability `tail` beyond it; None where infinite."""
     # "inverted_cdf" returns one of the draws; interpolating with an infinite draw would give NaN.
     low, value, high = np.quantile(values, [tail, 0.5, 1 - tail], method="inverted_cdf")
     return Interval(*(float(v) if np.isfinite(v) else None for v in (value, low, high)))
@@ -189,7 +189,7 @@ _CONFIDENCE_POINTS = 125
 
 
 def fitted_line(fit: Fit, compute: Array) -> Array:
-    """Return the fitted line (n,) at computes (n,) at the peak learning rate.
+    """Return the fitted line (n,) at effective computes (n,).
 
     Raises:
         ValueError: there is no fit.
@@ -200,7 +200,7 @@ def fitted_line(fit: Fit, compute: Array) -> Array:
 
 
 def confidence_curve(fit: Fit) -> tuple[Array, Array]:
-    """Return values of A, and for each its two-sided p-value: twice the smaller fraction of draws on either side.
+    """Return values of A with two-sided p-values: twice the fraction of draws above or below, the smaller of both.
 
     Raises:
         ValueError: the fit has no A.

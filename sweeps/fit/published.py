@@ -1,8 +1,8 @@
 """The published fit procedure, followed literally (arXiv 2510.13786, A.5): a grid over A and C_mid, B fitted by SciPy.
 
 Use it to compare with published numbers. It gives no interval, so no fit is `identifiable`; rank on `sweeps.fit.fit`
-instead. Warnings point out two traps of the printed grids. A ceiling outside [0.45, 0.80] comes out on the grid's edge:
-a GSM8K curve at 0.93 as 0.80. And the grid of C_mid is in GPU-hours, in steps of 403.
+instead. Warnings point out two traps of the printed grids. First, a ceiling outside [0.45, 0.80] comes out as the
+nearer edge: a GSM8K curve at 0.93 as 0.80. Second, the grid of C_mid is in GPU-hours, in steps of 403.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ A_GRID = np.round(np.linspace(0.450, 0.800, 71), 3)
 C_MID_GRID = np.linspace(100.0, 40000.0, 100)  # GPU-hours
 # The paper drops compute below this ("about one epoch"), in GPU-hours.
 MIN_COMPUTE = 1500.0
-# Fewest distinct computes: three determine A, B and C_mid, and one more can contradict the fit.
+# Fewest distinct computes. Three determine A, B and C_mid; one more is needed to contradict the fit.
 _MIN_COMPUTES = 4
 
 
@@ -33,15 +33,15 @@ def fit_literal(
     a_grid: Array | Sequence[float] = A_GRID,
     c_mid_grid: Array | Sequence[float] = C_MID_GRID,
 ) -> Fit:
-    """Fit one recipe's curve as the paper describes; takes one to two seconds on the printed grids.
+    """Fit one recipe's curve as the paper describes. This takes one to two seconds on the printed grids.
 
     In every cell of the two grids, `scipy.optimize.curve_fit` fits B alone, from SciPy's default start (1, unbounded).
-    The cell with the least sum of squares wins; all points of all seeds weigh the same. Points at compute 0 and below
-    `options.min_compute` are left out. The paper's bound of 1,500 GPU-hours is not applied by default, because it means
+    The cell with the least sum of squares wins. All points of all seeds weigh the same. Points at compute 0 and below
+    `options.min_compute` are left out. The paper's limit of 1,500 GPU-hours is not applied by default, because it means
     nothing in another unit.
 
     Args:
-        curve: evaluations of one recipe, compute in the unit of `c_mid_grid`.
+        curve: evaluations of one recipe, with compute in the unit of `c_mid_grid`.
         options: r0 is a number, or `first` for the first evaluation's reward (mean over seeds); R0 is not fitted. If
             `asymptote` fixes A, `a_grid` is not used.
         a_grid: values of A to try, in reward units.
@@ -52,8 +52,8 @@ def fit_literal(
         (A or C_mid is at an edge of its grid) or `open`.
 
     Raises:
-        UserError: r0 is `free` or outside the reward's range, a grid is empty, not increasing or not positive,
-            or the window is empty.
+        UserError: r0 is `free` or outside the reward's range, a grid is empty, not increasing or not positive, or no
+            point above compute 0 is within the options' range of compute.
     """
     options = options or FitOptions()
     if options.family != "sigmoid" or options.robust:
@@ -108,13 +108,12 @@ def fit_literal(
 
 
 def _check_grid(name: str, values: Array) -> None:
-    """Refuse a grid that is empty, not finite or not increasing."""
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or (np.diff(values) <= 0).any():
         raise UserError(f"{name}: {values.size} values; give at least one, finite and increasing")
 
 
 def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, str]:
-    """Return R0 and its source, `given` or `first`; append a note if no evaluation is at compute 0."""
+    """Return R0 and its source, `given` or `first`. Append a note if R0 was taken at a compute above 0."""
     if options.r0 == "free":
         raise UserError(f"--r0 free: --method {METHOD} does not fit R0; give a number, or first")
     if options.r0 != "first":
@@ -133,14 +132,13 @@ def _start(curve: Curve, options: FitOptions, notes: list[str]) -> tuple[float, 
 
 
 def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c_mid_grid: Array) -> Fit:
-    """Search the grid of A and C_mid, fitting B in each cell. Shapes: compute, reward (n,)."""
     from scipy.optimize import OptimizeWarning, curve_fit  # slow to import, and only this method needs it
 
     sse = np.full((len(a_grid), len(c_mid_grid)), np.inf)
     exponent = np.zeros_like(sse)
     failed = 0
-    # Suppress warnings: the fit in a cell may overflow on the way to a finite B, or determine B but not the covariance
-    # of B, which is not used.
+    # In some cells the fit overflows on the way to a finite B, or gives no covariance of B, which is not used: suppress
+    # these warnings.
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", OptimizeWarning)
         for i, a in enumerate(a_grid):
@@ -150,7 +148,7 @@ def _search(fit: Fit, compute: Array, reward: Array, r0: float, a_grid: Array, c
                     return r0 + (a - r0) / (1 + (c_mid / c) ** b)
 
                 try:
-                    # Pass SciPy's default start explicitly: without p0, SciPy would fit the arguments a and c_mid too.
+                    # Without p0, SciPy would fit the arguments a and c_mid too. This is its default start.
                     (b,), _ = curve_fit(law, compute, reward, p0=[1.0])
                 except RuntimeError:
                     failed += 1

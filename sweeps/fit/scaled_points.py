@@ -1,4 +1,4 @@
-"""The input of the posterior: a recipe's evaluations, rescaled to be without units."""
+"""The input of the posterior: a recipe's evaluations without units."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScaledPoints:
     """A recipe's evaluations, rescaled to be without units.
 
     Attributes:
-        x: compute in windows, increasing, (n,).
+        x: compute as a fraction of the largest evaluated compute, increasing, (n,).
         z: reward on a scale of width 1, (n,).
         seed: index of the seed, (n,).
         variance: sampling variance, (n,); None if unknown.
@@ -49,12 +49,12 @@ class ScaledPoints:
         # 1.4826 x the median of absolute values is the standard deviation of a normal (its 75% quantile is 0.6745).
         spread = max(1.4826 * float(np.median(absolute)), 0.3 * rms)
         levels = np.unique(self.z)
-        # Leave out rewards of exactly 0 or 1 (no or every completion passes), which repeat however fine the scale is.
+        # Rewards of exactly 0 or 1 (no or every completion passes) repeat on any scale: leave them out.
         inner_rewards = self.z[(self.z > 0) & (self.z < 1)] if self.bounded else self.z
         if len(levels) == 1:
             spread = max(spread, LEAST_SD)
         elif not len(inner_rewards) or len(np.unique(inner_rewards)) < 0.6 * len(inner_rewards):
-            # Rewards on a coarse scale repeat without being precise: the smallest step between them is one rollout.
+            # Rewards on a coarse scale repeat without being precise. The smallest step between them is one rollout.
             spread = max(spread, 0.7 * rms, 0.5 * float(np.diff(levels).min()))
         if self.variance is not None:
             spread = max(spread, 0.5 * float(np.sqrt(np.median(self.variance))))

@@ -3,9 +3,9 @@
     s(C) = integral of min(1, rate / (peak / 2)) dC
 
 A curve with a decaying rate is fitted and forecast in s, so A, B and C_mid are those of a run at the peak rate. Down to
-half of the peak rate compute counts in full, because the gain from cooling down makes up for the lower rate.
-A run that has cooled down fully no longer improves, however much compute it spends. Between evaluations s is linear.
-Beyond the last evaluation ds/dC continues to fall linearly, as over the last evaluations, until it is 0.
+half of the peak rate compute counts in full, because the gain from cooling down makes up for the lower rate. A run that
+has cooled down fully no longer improves, however much compute it spends. Between evaluations s is linear. Beyond the
+last evaluation ds/dC continues to fall linearly, as over the last evaluations, until it is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from sweeps.curve import Array, Curve
 from sweeps.fit.constants import COOLED
 
-# Number of last intervals between evaluations from which the final fall of ds/dC is estimated.
+# ds/dC at the end is extrapolated from this many last intervals between evaluations.
 _LAST = 3
 
 
@@ -26,7 +26,7 @@ class Schedule:
     """Mapping of one recipe's compute to effective compute at the peak of the learning rate.
 
     Attributes:
-        compute, at_peak: compute spent and its equivalent, increasing from 0, (k,) each; linear in between.
+        compute, at_peak: compute spent and effective compute, increasing from 0, (k,) each; linear in between.
         rate: ds/dC at the end of `compute`, 0 to 1.
         slope: change of ds/dC per unit of compute beyond the end, 0 or less.
     """
@@ -37,7 +37,7 @@ class Schedule:
     slope: float
 
     def effective_compute(self, compute: Array) -> Array:
-        """Convert compute spent to its equivalent at the peak rate; any shape."""
+        """Convert compute spent to effective compute; any shape."""
         last = float(self.compute[-1])
         compute_beyond: Array = np.maximum(np.asarray(compute, dtype=float) - last, 0.0)
         if self.slope < 0:
@@ -47,7 +47,7 @@ class Schedule:
         return np.asarray(at_peak + self.rate * compute_beyond + 0.5 * self.slope * compute_beyond**2)
 
     def compute_at(self, counted: Array) -> Array:
-        """Convert peak-rate equivalents back to compute spent, within the observed range; any shape."""
+        """Convert effective compute back to compute spent, within the observed range; any shape."""
         return np.asarray(np.interp(counted, self.at_peak, self.compute))
 
 
@@ -77,7 +77,7 @@ def schedule_of(curve: Curve, until: float | None = None) -> Schedule | None:
 
 
 def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
-    """Convert compute to its equivalent at the peak learning rate; None if the rate stays near the peak or is invalid.
+    """Convert compute to effective compute; None if the rate never falls below half of the peak, or is invalid.
 
     Warm-up counts in full, because every run has it.
 
@@ -87,11 +87,11 @@ def at_peak_rate(compute: Array, rate: Array, at: Array) -> Array | None:
         at: cumulative compute to convert, (m,).
 
     Returns:
-        Equivalent compute, never more than `at`, (m,).
+        Effective compute, never more than `at`, (m,).
     """
     if not len(rate) or not np.isfinite(rate).all() or (rate < 0).any() or (np.diff(compute) < 0).any():
         return None
-    # Use the peak up to each step, not the peak of the whole run, so that every step of the warm-up counts in full.
+    # The peak up to each step, not that of the whole run: every step of the warm-up then counts in full.
     full_rate = COOLED * np.maximum.accumulate(rate)
     weights = np.divide(np.minimum(rate, full_rate), full_rate, out=np.ones(len(rate)), where=full_rate > 0)
     if weights.min() >= 1:

@@ -17,7 +17,7 @@ from sweeps.fit.forecast import Outlook
 from sweeps.fit.points import Points
 
 BORROWED_SEED_SD = SEED_SD
-# Fewest degrees of freedom (seeds minus one, summed over recipes) with which the spread is measured.
+# Fewest degrees of freedom (seeds minus one, summed over recipes) from which the spread is measured.
 SPREAD_DOF = 2
 # Value of `SeedSpread.source` for the paper's spread.
 _BORROWED = "borrowed"
@@ -29,7 +29,7 @@ class SeedSpread:
 
     Attributes:
         sd: standard deviation, in reward.
-        source: `borrowed` (published), `measured`, `pooled` (over recipes) or `paired`.
+        source: `borrowed` (published), `measured`, `pooled` (over recipes) or `paired` (see `Pairing`).
         dof: degrees of freedom of sd; infinite if sd is taken as known.
     """
 
@@ -39,11 +39,11 @@ class SeedSpread:
 
     @property
     def assumed(self) -> bool:
-        """Return whether the spread is the published value, because there were too few seeds to measure it."""
+        """True if the spread is the published value, because there were too few seeds to measure it."""
         return self.source == _BORROWED
 
     def quantile(self) -> float:
-        """Return the 97.5% quantile of Student's t with `dof` degrees of freedom; of a normal if they are infinite."""
+        """Return the 97.5% quantile of Student's t with `dof` degrees of freedom (a normal's if infinite)."""
         return 1.959964 if np.isinf(self.dof) else float(stdtrit(self.dof, 0.975))
 
 
@@ -67,7 +67,7 @@ class SeedExcess:
 def seed_excess(
     points: Points, line: Array, outlook: Outlook, labels: Sequence[str]
 ) -> tuple[SeedExcess, NDArray[np.bool_]]:
-    """Estimate each seed's distance from the common asymptote. Returns also a mask (S,) of informative seeds.
+    """Estimate how far each seed's asymptote is from the common one. Return also a mask (S,) of informative seeds.
 
     Args:
         points: the fitted points.
@@ -75,7 +75,7 @@ def seed_excess(
         outlook: the posterior.
         labels: labels of the seeds, indexed as in `points.seed`.
     """
-    # A seed's offset r = offset x g grows with the curve; its least-squares estimate is sum g r / sum g^2.
+    # A seed's residuals are r = offset x g, so the least-squares estimate of its offset is sum g r / sum g^2.
     draws = outlook.draws
     u, v = draws.family.coordinates(np.median(draws.B, keepdims=True), np.median(draws.C_mid, keepdims=True))
     with np.errstate(divide="ignore"):
@@ -91,7 +91,7 @@ def seed_excess(
     offset = offset - offset.mean()
     sampling = float(np.mean(outlook.noise**2) * np.mean(1 / information[informing]))
     used_labels = [labels[int(i)] for i in np.flatnonzero(informing)] if len(labels) == points.seeds else []
-    # Numbers that a reader of sources assigned to runs are not seeds: equal numbers in two recipes mean nothing.
+    # A reader of sources has numbered runs without seeds: equal numbers in two recipes do not mean a common seed.
     are_seeds = bool(used_labels) and not any(label.startswith(UNNAMED) for label in used_labels)
     by_label = dict(zip(used_labels, offset.tolist(), strict=True)) if are_seeds else {}
     return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label), informing
@@ -110,16 +110,16 @@ class Pairing(AsJson):
     spread: SeedSpread
 
     def to_json(self) -> dict[str, Any]:
-        """Return the field `paired` in `scalerl rank --json`."""
+        """Return the object that `scalerl rank --json` stores in the field `paired`."""
         return {"seeds": list(self.seeds), "seed_sd": self.spread.sd}
 
 
 def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:
     """Estimate the spread between seeds that remains in comparisons of recipes that share their seeds.
 
-    The estimate is the residual variance of an analysis of variance with the factors recipe and seed. None unless all
-    recipes have exactly the same seeds, two or more, and two degrees of freedom remain: the effect of a seed that one
-    recipe lacks would not cancel.
+    The estimate is the residual variance of an analysis of variance with the factors recipe and seed. It is None unless
+    all recipes have exactly the same seeds, two or more, because the effect of a seed that one recipe lacks would not
+    cancel. Two degrees of freedom must remain.
     """
     shared = sorted(excesses[0].offset) if excesses else []
     if any(sorted(excess.offset) != shared for excess in excesses):
@@ -138,8 +138,8 @@ def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pa
 def pooled_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> SeedSpread | None:
     """Estimate the spread between seeds from the given recipes; None with fewer than `SPREAD_DOF` degrees of freedom.
 
-    The variance due to the points' noise is subtracted. The result is at least the part of the published spread,
-    converted to the reward's scale, that this noise could hide.
+    The variance due to the points' noise is subtracted. The result is at least the part of the published spread that
+    this noise could hide.
     """
     squares = sum(excess.squares for excess in excesses)
     dof = sum(excess.dof for excess in excesses)

@@ -1,10 +1,11 @@
 """Sensitivity of A to the settings of the fit: the same points refitted under changed settings.
 
-    early cut       leave out the points below 5, 10, 20 or 30% of the window's end, or no points. The percentages are
-                    of compute, not of its logarithm: for evenly spaced evaluations they are fractions of the points
+    early cut       leave out the points below 5, 10, 20 or 30% of the largest compute, or no points. The percentages
+                    are of compute, not of its logarithm: for evenly spaced evaluations they are fractions of the points
     R0              as the first evaluation, free, and fixed one step below and above the fitted one
     robust          give points far from the curve less weight
-    window's end    at 75 and 50% of the end: would A have been the same with less compute?
+    window's end    leave out the points above 75 or 50% of the largest compute: would A have been the same with less
+                    compute?
 
 Settings that change neither the points nor the role of R0, or leave too few points, are skipped.
 """
@@ -23,7 +24,7 @@ from sweeps.fit.points import R0Mode, select
 
 _CUTS = (0.05, 0.10, 0.20, 0.30)
 _ENDS = (0.75, 0.50)
-# Families whose R0 follows the options; R0 of a power law or a constant has another meaning.
+# Families whose R0 is treated as the options say. R0 of a power law or a constant has another meaning.
 _WITH_R0 = ("sigmoid", "logistic", "exponential")
 _UNFITTED = ("too_few_points", "degenerate")
 MAIN, CUT, R0, ROBUST, END = "main", "early cut", "R0", "robust", "window's end"
@@ -35,9 +36,9 @@ class Row(AsJson):
 
     Attributes:
         kind: changed setting; `main` for the unchanged fit, which comes first.
-        setting, short: the setting in words, and as head of a column.
+        setting, short: the setting in words, and as a short column header.
         A, B, C_mid, verdict: results of the fit under this setting.
-        shift: this A minus the main fit's A, in reward; None where either is None.
+        shift: A under this setting minus A of the unchanged fit, in reward; None where either is None.
         n: number of points that were fitted.
     """
 
@@ -55,18 +56,17 @@ class Row(AsJson):
 
 
 def sensitivity(main: Fit) -> tuple[Row, ...]:
-    """Refit a recipe under every changed setting that leaves enough points; return the main fit and the refits.
+    """Refit a recipe under every changed setting that leaves enough points. Return the unchanged fit and the refits.
 
     Args:
-        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits use its pool, so that they differ
-            from it by the setting only.
+        main: the fit of one recipe, as `fit_curve` or `fit_curves` returns it. Refits use its pool, so that only the
+            setting differs.
     """
     curve = main.curve
     rows = [_make_row(main, MAIN, "as fitted", "as fitted", main)]
     keys = [_points_key(curve, main.options)]
     for kind, setting, short, options in _settings(main):
-        # Skip a cut below the first point, which changes nothing: its row would look like evidence that cuts do not
-        # matter.
+        # A cut below the first point changes nothing: its row would look like evidence that cuts do not matter.
         key = _points_key(curve, options)
         if key in keys or not key[0]:
             continue
@@ -80,7 +80,7 @@ def sensitivity(main: Fit) -> tuple[Row, ...]:
 def _points_key(curve: Curve, options: FitOptions) -> tuple[tuple[float, ...], FitOptions]:
     """Return a key that is equal for settings that fit the same points: the points' computes, and the other options.
 
-    `first` and `free` count as one option, because they differ only in the points: at most by each seed's first one.
+    `first` and `free` count as one option, because they differ only in the points, at most by each seed's first one.
     """
     r0: R0Mode = "free" if isinstance(options.r0, str) else options.r0
     points = select(curve, options)
@@ -88,7 +88,7 @@ def _points_key(curve: Curve, options: FitOptions) -> tuple[tuple[float, ...], F
 
 
 def _settings(main: Fit) -> Iterator[tuple[str, str, str, FitOptions]]:
-    """Yield kind, setting in words, head of the column, and options of each changed setting."""
+    """Yield for each changed setting its kind, its description, a short column header, and the options."""
     options = main.options
     end = float(main.curve.compute.max()) if main.window is None else main.window[1]
     if options.min_compute is not None:
@@ -127,7 +127,7 @@ def _make_row(fit: Fit, kind: str, setting: str, short: str, main: Fit) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return one sentence: the largest shift of A among the early cuts, and whether A stays within the main interval.
+    """Return one sentence: the largest shift of A among the early cuts, and whether it is within A's interval.
 
     Args:
         rows: from `sensitivity`.
@@ -156,10 +156,9 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _contains(interval: Interval, value: float) -> bool:
-    """Return whether an interval, whose bounds may be open, contains a value."""
     return (interval.low is None or interval.low <= value) and (interval.high is None or value <= interval.high)
 
 
 def signed(value: float) -> str:
-    """Format a shift of a reward with its sign; a shift that rounds to 0 has no sign."""
+    """Format a difference of rewards with its sign, which is left out if it rounds to 0."""
     return "0.000" if abs(value) < 0.0005 else f"{value:+.3f}"

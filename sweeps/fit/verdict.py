@@ -1,8 +1,8 @@
 """Verdicts on whether a fit's asymptote is identifiable, each with a reason and a remedy.
 
 Only `identifiable` lets a recipe be ranked on A. The refusals are, in the order tested: `too_few_points`, `degenerate`,
-`decreasing`, `flat`, `misfit`, `pre_inflection`, `open`; only the published procedure gives `at_bound`. They concern
-the asymptote only: values within the window, and forecasts, are available under any verdict (`sweeps.fit.forecast`).
+`decreasing`, `flat`, `misfit`, `pre_inflection`, `open`. The published procedure alone gives `at_bound`. Verdicts
+concern the asymptote only: forecasts are available under any verdict (`sweeps.fit.forecast`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sweeps.fit.constants import (
     PLATEAU,
 )
 
-# The best value so far is the highest mean of this many consecutive evaluations.
+# The best reward so far is the highest mean of this many consecutive evaluations.
 _SMOOTHED = 5
 
 
 def chance(p: float) -> str:
-    """Format a probability; `P > 0.99` and `P < 0.01` at the ends, because 2000 draws cannot resolve more."""
+    """Format a probability. The ends are `P > 0.99` and `P < 0.01`, because 2000 draws cannot resolve more."""
     return f"P = {p:.2f}" if 0.01 <= p <= 0.99 else "P > 0.99" if p > 0.5 else "P < 0.01"
 
 
@@ -44,19 +44,19 @@ class Verdict:
 
     @property
     def identifiable(self) -> bool:
-        """Return whether A may be reported, ranked and used to stop a run."""
+        """True if A may be reported, ranked and used to stop a run."""
         return self.name == "identifiable"
 
 
 @dataclass(frozen=True)
 class LawEvidence:
-    """Posterior evidence for and against the sigmoid, from all laws (`sweeps.fit.posterior`).
+    """Evidence for and against the sigmoid from all laws (forms of the curve, `sweeps.fit.posterior`).
 
     Attributes:
         p_rise: probability that the reward rises by more than `PLATEAU` times its scale between compute 0 and twice the
-            window.
-        p_none: posterior probability that there is no law of growth.
-        rival: name of the law other than the sigmoid with the most evidence.
+            largest evaluated compute.
+        p_none: posterior probability of "no law": the reward does not grow with compute.
+        rival: name of the law, other than the sigmoid, with the most evidence.
         rival_lead: log evidence of the rival minus that of the sigmoid.
         agreement: posterior probability, over all laws, that the ceiling is within A's interval.
     """
@@ -76,11 +76,11 @@ class Evidence:
         compute, reward: the fitted points, (n,).
         A: (value, low, high); an open bound is None.
         half_gain: compute at which half of A - R0 is gained (C_mid of a sigmoid), and the probability that it is beyond
-            the window; None for a family without such a point.
+            the evaluated compute; None for a family without such a point.
         R0: fitted or given reward at compute 0.
         reward_range: width of the reward's scale.
         laws: evidence from all laws.
-        half_name: name of the compute in `half_gain`, by the family's own parameters, such as `tau ln 2`.
+        half_name: name of the compute in `half_gain`, in terms of the family's parameters, such as `tau ln 2`.
     """
 
     compute: Array
@@ -94,13 +94,13 @@ class Evidence:
 
 
 def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: float) -> bool:
-    """Return whether the mean of the window's last quarter is within `PLATEAU` of a bound, such as a pass rate of 1."""
+    """Return whether the mean reward of the last quarter is within `PLATEAU` of a bound, such as a pass rate of 1."""
     tail = reward[compute >= 0.75 * compute.max()]
     return bool(tail.mean() >= bound - PLATEAU * reward_range)
 
 
 def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
-    """Return the verdict that refuses the points before any fit; None if a fit is possible. Arrays are (n,).
+    """Return the verdict that refuses the points (n,) before any fit; None if a fit is possible.
 
     A single run must show the curve's shape: more seeds at the same computes add precision, but no shape.
     """
@@ -113,7 +113,7 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
             f"{most_computes} distinct positive compute values in one run; evaluate more often or run longer (at least "
             f"{parameters + 3} points, and in one run {MIN_COMPUTES} distinct values of compute above 0)",
         )
-    # Cap the argument: the exponential overflows above about 709.
+    # Capped, because the exponential overflows above about 709.
     span = float(np.exp(min(np.log(distinct[-1]) - np.log(distinct[0]), 700.0)))
     if span < MIN_SPAN:
         return Verdict(
@@ -127,18 +127,18 @@ def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters
 
 
 def _fit_line(reward: Array) -> tuple[float, float, Array]:
-    """Fit a line to equally spaced rewards. Returns slope, sum of squared positions and residuals (n,)."""
+    """Fit a line to equally spaced rewards. Return slope, sum of squared positions and residuals (n,)."""
     x = np.arange(len(reward)) - (len(reward) - 1) / 2
     slope = float(x @ reward / (x @ x))
     return slope, float(x @ x), reward - reward.mean() - slope * x
 
 
 def _trend(e: Evidence) -> Verdict | None:
-    """Return `decreasing` if the reward falls overall, or rose and then went bad; else None."""
+    """Return `decreasing` if the reward falls overall, or rose and then fell; else None."""
     order = np.argsort(e.compute, kind="stable")
     reward = e.reward[order]
     n = len(reward)
-    # Measure noise about this line, not about the sigmoid: about a sigmoid, a steady fall would count as noise.
+    # The noise is about this line, not about the sigmoid, for which a steady fall would count as noise.
     slope, xx, residual = _fit_line(reward)
     squares = max(float(residual @ residual), 1e-300)
     lag_1 = float(residual[1:] @ residual[:-1]) / squares
@@ -161,8 +161,8 @@ def _trend(e: Evidence) -> Verdict | None:
     fall, gain = means[top] - means[-1], means[top] - means[0]
     if fall <= COLLAPSE * max(gain, 0.0):
         return None
-    # Variance of the noise about a line in each block. Blocks are too short to measure its autocorrelation, so the
-    # value of a drifting policy (r = 0.6) is assumed.
+    # Variance of the noise about a line in each block. Blocks are too short to measure its autocorrelation: the value
+    # of a drifting policy (r = 0.6) is assumed.
     noise_variance = sum(float(deviation @ deviation) for _, _, deviation in map(_fit_line, blocks)) / (
         n - 2 * len(blocks)
     )
@@ -227,7 +227,7 @@ def after_fit(e: Evidence) -> Verdict:
     return Verdict("identifiable", f"A is known within {width:.3f}{seen_range}")
 
 
-# Wording of each law that may explain the points better than a sigmoid.
+# Words for each law that may explain the points better than a sigmoid.
 _WORDING = {
     "none": "no law: the reward wanders, and its last value predicts the next better than any curve",
     "weibull": "another law: a Weibull curve",

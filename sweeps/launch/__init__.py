@@ -1,7 +1,7 @@
-"""Launch a study: plan its members (one run per recipe and seed), submit, follow, retry and record them until all end.
+"""Launch a study: plan its members (one run per recipe and seed), submit them, follow, retry and record them.
 
-The input is specifications and launch settings, or a study's folder. The output is the ledger, and the members'
-processes or jobs.
+Input: the members' specifications and the launch settings, or the folder of an existing study. Output: the ledger, and
+the members' processes or jobs.
 
     cli.launchers -> settings.prepare_study -> Study.prepare     takes the lease and checks; nothing is written yet
                   -> Controller.commit                           runs until all have ended; a refused launch is undone
@@ -11,8 +11,8 @@ processes or jobs.
                        act      executor.submit, executor.stop
                        report   observer: progress, MLflow
 
-One controller at a time holds the study's lease. Cluster jobs continue when their controller ends; the next controller
-finds them in the ledger.
+One controller at a time holds the study's lease. Cluster jobs keep running after their controller has ended; the next
+controller finds them in the ledger.
 
 `planning` composes members in a short-lived process, `labels` checks that a label belongs to one curve, `rollback`
 undoes a refused launch, `decider` is the protocol of races and searches. To add an observer, subclass

@@ -1,4 +1,4 @@
-"""Match adopted members (runs trained elsewhere) with the members of a launch that they replace."""
+"""Let adopted members (runs trained elsewhere) replace the members of a launch that have the same recipe and seed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sweeps.run.lease import Lease
 from sweeps.run.progress import why_final
 from sweeps.run.spec import RunSpec, flatten_config, learning_config
 
-# Keys of a command member's configuration that are not the user's values.
+# Keys of a command member's configuration that this package sets, and not the user.
 _SETTINGS_KEYS = ("command", "cluster", "member")
-# Fraction of a member's steps that an adopted run needs to replace it. Less than 1: the steps of an adopted run are
-# counted up to its last evaluation, and even a complete run may have trained a little longer.
+# An adopted run replaces a member if it has at least this fraction of the member's steps. Less than 1, because its
+# steps are counted up to its last evaluation, and a complete run may have trained a little longer.
 _MIN_STEPS_FRACTION = 0.9
 
 
@@ -36,16 +36,16 @@ def _equal(first: str, second: str) -> bool:
 
 
 def agree(known: Mapping[str, str], values: Mapping[str, str]) -> bool:
-    """Return whether `values` has all names of `known`, with equal values; False if `known` is empty."""
+    """Return whether `values` contains every name of `known` with an equal value; False if `known` is empty."""
     return bool(known) and all(name in values and _equal(value, values[name]) for name, value in known.items())
 
 
 def values_of(spec: RunSpec) -> Mapping[str, str]:
     """Return the values that identify a member's recipe, without the seed.
 
-    For an adopted run these are the values it was adopted with. For another trainer's command they are the recipe's
-    label and the user's own configuration keys. For a member trained by this package they are empty, so that no adopted
-    run can replace it.
+    For an adopted run these are the values given at its adoption. For a member that runs another trainer's command,
+    they are the recipe's label and the user's own configuration keys. For a member trained by this package they are
+    empty, so that no adopted run can replace it.
     """
     if "adopted" in spec.config:
         return dict(spec.config["values"])
@@ -61,13 +61,13 @@ def values_of(spec: RunSpec) -> Mapping[str, str]:
 
 
 def fields_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the journal header of an adopted run; `baseline` and `departures` are left out if empty."""
+    """Return the journal header of an adopted run, without `baseline` and `departures` if these are empty."""
     return {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
 
 
 @contextmanager
 def hold_lease(directory: Path) -> Iterator[None]:
-    """Hold the study's lease in a `with` block, so that no process launches or collects the study meanwhile."""
+    """Hold the study's lease in a `with` block, so that no other process runs it meanwhile."""
     lease = Lease(directory, LEASE_NAME)
     with naming("STUDY"):
         make_private(directory)
@@ -83,22 +83,22 @@ def count_adopted(
 ) -> tuple[list[RunSpec], list[str]]:
     """Replace members of a launch by adopted runs with the same recipe values and seed.
 
-    An adopted run gets the label and curve of the launched recipe with the same values, so that both form one curve.
-    It replaces the member with the same seed if it has nearly as many steps, or cannot be continued. A member whose
-    adopted run is still running elsewhere is dropped from the launch.
+    An adopted run gets the label and curve of the launched recipe that has the same values, so that both form one
+    curve. It replaces the member with the same seed if it has nearly as many steps, or is final (it cannot be
+    continued). If it is still running elsewhere, the member is dropped from the launch.
 
     Args:
         directory: the study's folder.
         specs: members of the launch.
-        measurement_of: returns a member's compute axis, a description of how compute is measured, and the metric that
-            is the reward.
+        measurement_of: returns a member's compute axis, a description of how compute is measured, and the name of the
+            metric that is the reward.
 
     Returns:
         The members of the study after replacement, and lines about the replacements to print.
 
     Raises:
-        UserError: the adopted runs have another unit of compute or another reward than the launch, or the study is
-            running.
+        UserError: the adopted runs measure compute in another unit, or have another reward, than the launch; or the
+            study is running.
     """
     commands = [spec for spec in specs if "command" in spec.config]
     if not commands or not any(state.adopted for state in Ledger(directory).fold().values()):
@@ -115,17 +115,17 @@ def count_adopted(
 def find_substitutes(
     directory: Path, members: Sequence[RunSpec], measurement_of: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[dict[str, RunSpec | None], list[str]]:
-    """Find the adopted runs that replace members of a launch, and relabel them, see `count_adopted`.
+    """Find the adopted runs that replace members of a launch, and give them the label and curve of those members.
 
-    The caller must hold the study's lease.
+    Rules as for `count_adopted`. The caller must hold the study's lease.
 
     Returns:
-        The adopted run that replaces each member, by the member's identity, and lines about the replacements to print.
-        The value is None for a member whose adopted run is still running elsewhere. Members that are not replaced are
+        A dictionary and lines to print about the replacements. The dictionary maps the identity of each replaced member
+        to the adopted run, or to None while that run is still running elsewhere. Members that are not replaced are
         missing.
 
     Raises:
-        UserError: the adopted runs have another unit of compute, or another reward, than the launch.
+        UserError: the adopted runs measure compute in another unit, or have another reward, than the launch.
     """
     axis, text, metric = measurement_of(members[0])
     substitutes: dict[str, RunSpec | None] = {}
@@ -168,7 +168,7 @@ def find_substitutes(
 
 
 def replaced_members(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
-    """Return the identities of the members that a launch will not start, see `count_adopted`. Writes nothing."""
+    """Return the identities of the members that adopted runs replace (rules: `count_adopted`). Writes nothing."""
     members = [spec for spec in specs if "command" in spec.config]
     replaced = set()
     for run, state in Ledger(directory).fold().items() if members else ():
@@ -192,9 +192,9 @@ def _has_enough_steps(spec: RunSpec, member: RunSpec) -> bool:
 
 
 def _relabel(directory: Path, spec: RunSpec, template: RunSpec, view: JournalView, text: str) -> RunSpec:
-    """Give an adopted member the label and curve of `template`; return its new specification.
+    """Give an adopted member the label and curve of `template`, on disk too, and return its new specification.
 
-    Journal, specification and ledger are written only if something changes. `text` describes how compute is measured.
+    `text` describes how compute is measured.
     """
     relabelled = replace(
         spec,
@@ -203,7 +203,7 @@ def _relabel(directory: Path, spec: RunSpec, template: RunSpec, view: JournalVie
         baseline=template.baseline,
         departures=dict(template.departures),
         settings=dict(template.settings),
-        # Needed to plan further runs of the recipe.
+        # Copied because `scalerl plan` builds the commands for further runs of the recipe from them.
         folders=template.folders,
         overrides=template.overrides,
     )

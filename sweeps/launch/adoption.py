@@ -1,9 +1,9 @@
 """Adopt runs of other trainers: make them members of a study, with journals in our format.
 
-An adopted member has a folder like any other, but is never started. Its journal has the points that were read. The
-journal's header names where they come from (`adopted`: source, run, columns, digest), and the specification has the
-values that identify the recipe. The ledger's event `adopted` is written last, so that after a kill the same command
-continues from the existing files. If a run that is adopted again has new points, they are appended to its journal.
+An adopted member has a folder like any other, but is never started. Its journal contains the points that were read from
+the source, and the journal's header names the source (`adopted`: source, run, columns, digest). The specification has
+the values that identify the recipe. The ledger's event `adopted` is written last; after a kill, the same command
+completes what is missing. If a run is adopted again, its new points are appended to its journal.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ from sweeps.terminal import counted
 METRIC = "eval/heldout/pass_rate"
 # Trackers whose runs have unique names.
 _TRACKERS = ("wandb:", "mlflow:", "trackio:")
-# At most this many members are listed in a warning.
 _MAX_LISTED = 3
 
 
 @dataclass(frozen=True)
 class RunResult(AsJson):
-    """Result of an adoption for one run of the sources.
+    """Result of adopting one run.
 
     Attributes:
-        run: identity of the member; "" without one.
-        recipe, seed: label and seed of the member; "" and None without one.
-        what: `adopted` (a new member), `grown` (new points), `unchanged` or `skipped`.
+        run: identity of the member; "" if the run did not become one.
+        recipe, seed: label and seed of the member; "" and None if there is no member.
+        what: `adopted` (a new member), `grown` (new points were appended), `unchanged` or `skipped`.
         points: number of the member's evaluations after this adoption.
         source, name: where the run was read, and its name there.
         reason: why the run was skipped, or another remark; None without a remark.
@@ -88,21 +87,21 @@ def adopt(
     running: bool = False,
     evaluation_set: str | None = None,
 ) -> Adoption:
-    """Adopt the runs of sources as members of a study. Runs that were adopted before get their new points.
+    """Adopt runs as members of a study. Runs that were adopted before get their new points.
 
     Args:
         directory: folder of the study, new or existing.
-        sources: sources as for `scalerl fit`, or folders of logs.
+        sources: where to read the runs: sources as for `scalerl fit`, or folders of logs.
         by: names of the columns that identify recipes and seeds, see `columns_of`.
-        metric, x, y, seed_from: see `sweeps.source.load`.
+        metric, x, y, seed_from: how to read the sources, see `sweeps.source.load`.
         unit: unit of the compute column (`UNITS`); None to infer it from the column's name.
         running: whether to adopt runs that are still running, with their points so far.
-        evaluation_set: name of the evaluation set whose pass rate the reward becomes; None for the set that the study
-            already uses, or `heldout` if the study has no evaluations yet.
+        evaluation_set: store the reward as the pass rate of the evaluation set with this name; None for the set that
+            the study already uses, or `heldout` if the study has no evaluations yet.
 
     Raises:
         UserError: a source cannot be read, the folder is not a study, the study is running, or compute is in another
-            unit than the study's.
+            unit than in the study.
     """
     columns = columns_of(by)
     runs, notes = read_runs(sources, columns, metric, x, y, seed_from)
@@ -126,19 +125,15 @@ def adopt(
 
 
 def label_of(values: Mapping[str, str]) -> str:
-    """Make a recipe's label from its values: `loss=grpo+lr=1e-05`; for a named recipe, its name."""
+    """Make a recipe's label from its values, such as `loss=grpo+lr=1e-05`; a value named `recipe` stands alone."""
     return "+".join(value if name == "recipe" else f"{name}={value}" for name, value in values.items())
 
 
 def _check_folder(directory: Path, sources: Sequence[str]) -> None:
-    """Check that a folder is a study or new, and that it contains no source.
-
-    Raises:
-        UserError: the folder has other files but no study, or it contains a source.
-    """
+    """Raise UserError if a folder has files but no study, or if it contains one of the sources."""
     with naming("STUDY"):
-        # A new folder may contain a lease's files, if a process holds it or was killed before adopting its first run.
-        # List the folder before checking for a ledger: in between, another process may make the folder a study.
+        # A new folder may contain a lease's files: a process holds the lease, or was killed before adopting its first
+        # run. List the folder before checking for a ledger, because another process may make it a study in between.
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
         used = any(not name.startswith(f".{LEASE_NAME}.") for name in names)
         if used and not ((directory / LEDGER_FILE).is_file() or (directory / RUNS_DIR).is_dir()):
@@ -158,11 +153,7 @@ def _skipped(run: ForeignRun, reason: str) -> RunResult:
 
 
 def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], include_running: bool) -> RunResult:
-    """Adopt one run into the study, or add new points to the member that it was adopted as.
-
-    Raises:
-        UserError: the run cannot become a member.
-    """
+    """Adopt one run, or add its new points to its member. Raises UserError if the run cannot become a member."""
     if run.state == RUNNING and not include_running:
         return _skipped(run, "still running, or ended without recording it; --running adopts its points so far")
     points = points_of(run)
@@ -178,13 +169,13 @@ def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], inc
     curve = like.curve if like is not None else digest({"adopted": values})
     source = {"source": redact(run.where), "run": run.name, "key": key, "by_step": points.by_step}
     earlier = folder.adopted_member(key, values, seed_named, duplicate)
-    if earlier is not None:  # update `by_step`: an earlier version did not read the steps of tables
+    if earlier is not None:  # earlier versions did not read the steps of tables, so `by_step` may have changed
         was_adopted = {**earlier.config["adopted"], "by_step": points.by_step}
         earlier = replace(earlier, config={**earlier.config, "adopted": was_adopted})
     if duplicate is not None and earlier is not None and earlier.config["adopted"]["key"] != key:
         member = folder.members[duplicate]
         if member.view.status == FINISHED and len(points.steps) <= len(member.points.steps):
-            run = replace(run, state=FINISHED)  # a copy that was cut off does not change the state of the finished run
+            run = replace(run, state=FINISHED)  # a copy that ends early does not reopen the finished run
     seed = earlier.seed if earlier is not None else seed_named if seed_named is not None else folder.free_seed(curve)
     identity = {"adopted": {"key": key, "values": values}, "seed": seed}
     spec = earlier or RunSpec(
@@ -212,7 +203,7 @@ def _resolved(where: str) -> str:
 
 
 def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
-    """Return the values that identify a run's recipe, and the seed, which is None if no column or name has it.
+    """Return the values that identify a run's recipe, and its seed; None if no column or name has the seed.
 
     Raises:
         UserError: the seed is not an integer.
@@ -223,7 +214,7 @@ def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str]
     text = run.labels.get(columns.get(SEED, SEED))
     recipe = run.labels["recipe"]
     if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
-        # In a name such as `run-s1`, the letter may also stand for a stage: use the number only after the word `seed`.
+        # In a name such as `run-s1`, the `s` may also stand for "stage": use the number only after the word `seed`.
         text, recipe = (hidden[1], hidden[0] or recipe) if hidden[2] else (None, recipe)
     if text is not None and not re.fullmatch(r"-?\d+(\.0)?", text.strip()):
         raise UserError(f"seed {short(text, 40)!r} is no whole number; name another column with --by seed=COLUMN")
@@ -233,9 +224,9 @@ def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str]
 def _unchanged_member(
     folder: _Folder, duplicate: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
 ) -> RunResult | None:
-    """Return the result for a run whose points the member `duplicate` already has.
+    """Return the result `unchanged` for a run whose points are already those of a launched member.
 
-    None if the run was adopted as that member, because the run may have new points since then.
+    Returns None if the member was itself adopted from this run, because the run may have new points since then.
 
     Raises:
         UserError: the same points were adopted under other values or another seed.
@@ -251,7 +242,7 @@ def _unchanged_member(
             f"has the points of {label} seed {number} ({duplicate}): a run counts once; --by as then finds it again"
         )
     if "adopted" in header:
-        return None  # adopted by a process that was killed before it wrote the ledger
+        return None  # being adopted: an earlier process was killed before it wrote the ledger
     return RunResult(
         run=duplicate,
         recipe=label,
@@ -267,10 +258,10 @@ def _unchanged_member(
 def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> RunResult:
     """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
-    `remark` becomes the result's reason, unless there is a more important one.
+    `remark` becomes the result's reason unless there is a more important one.
 
     Raises:
-        UserError: the folder has another run's journal, or the run was read from other columns before.
+        UserError: the folder has another run's journal, or the run was adopted from other columns.
     """
     run_dir = folder.directory / RUNS_DIR / spec.run
     check_own(run_dir, spec.run)
@@ -278,14 +269,14 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     old, new = [] if view is None else folder.points(view).rows, points.rows
     origin = {**spec.config["adopted"], "axis": run.axis, "metric": run.metric, "digest": points.digest}
     _check_columns({} if view is None else view.header.get("adopted", {}), origin)
-    # Number of leading points that are equal in the journal and in the source.
+    # Number of points, from the first on, that are equal in the journal and in the source.
     common = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     status = {FAILED: "failed", RUNNING: "running"}.get(run.state, "finished")
     recorded = spec.run in folder.states
-    if common == len(new) < len(old):  # the source is shorter than before, such as an earlier checkpoint: keep points
+    if common == len(new) < len(old):  # the source lost points, e.g. back to a checkpoint: keep all
         what, count, remark = "unchanged", len(old), "has fewer points than when it was adopted"
-    # Compare the steps in the specification too: a process may have been killed after it wrote the journal, before it
-    # wrote the specification.
+    # The steps in the specification are compared too, because an earlier process may have been killed between writing
+    # the journal and writing the specification.
     elif common == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
         if not recorded:
@@ -326,11 +317,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
 
 
 def _check_columns(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a run is read from the same columns as when it was adopted; passes if `earlier` is empty.
-
-    Raises:
-        UserError: the run is read from another column.
-    """
+    """Raise UserError if a run is now read from other columns than at its adoption, `earlier` (empty if it is new)."""
     for name, option in (("axis", "--x"), ("metric", "--metric or --y")):
         if earlier and earlier.get(name) != now[name]:
             raise UserError(
@@ -343,10 +330,9 @@ def _header(spec: RunSpec, folder: _Folder, origin: Mapping[str, Any]) -> dict[s
 
 
 def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, Any], points: int) -> None:
-    """Write a member's specification and configuration, then append the event `adopted` to the ledger."""
     run_dir = folder.directory / RUNS_DIR / spec.run
     spec.write(run_dir)
-    # Commands such as `scalerl fit` can group runs by the values in this file. JSON is valid YAML.
+    # `scalerl fit` and similar commands can group runs by the values in this file. JSON is valid YAML.
     write_atomically(run_dir / CONFIG_FILE, json.dumps({**spec.config["values"], **spec.config}, indent=1))
     reason = {"failed": "failed in its source", "running": "still running in its source"}.get(status)
     entry = {
@@ -361,7 +347,7 @@ def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, An
 
 @dataclass
 class _Member:
-    """A member and its journal's points, by which known runs are recognised; `spec` is None if it cannot be read."""
+    """A member and the points of its journal. `spec` is None if the specification cannot be read."""
 
     spec: RunSpec | None
     view: JournalView
@@ -372,9 +358,10 @@ class _Folder:
     """Members of a study while runs are adopted into it. The caller must hold the study's lease.
 
     Attributes:
-        axis, metric: compute axis and reward of the study's journals.
+        axis, metric: compute axis and reward metric of the study's journals.
         measured: description of how compute is measured.
-        states, specs, values: state, specification and identifying values of each member in the ledger, by identity.
+        states, specs, values: of each member in the ledger, by identity: its state, its specification, and the values
+            that identify its recipe.
         members: members with a journal, by identity.
     """
 
@@ -396,27 +383,26 @@ class _Folder:
                     f"{directory}: its runs are compared by {study_axis}, and {where} counts {axis}; choose a column "
                     "of that unit with --x, say with --unit what the column counts, or adopt into a study of its own"
                 )
-            # Any header will do: `compared_by` has refused runs that describe the same axis differently.
+            # Take the text from any header: `compared_by` has refused runs that describe the same axis differently.
             headers = [view.header for view in evaluated if view.header.get("axis") == axis]
             self.measured = next((str(header["compute_is"]) for header in headers if "compute_is" in header), axis)
         for run in self.states:
             try:
                 self._add_spec(RunSpec.read(directory / RUNS_DIR / run))
             except UserError:
-                continue  # the specification cannot be read, for example one of another version: its values are unknown
+                continue  # the specification cannot be read (another version wrote it): its values are unknown
         self.members = {run: _Member(self.specs.get(run), view, self.points(view)) for run, view in views.items()}
 
     def _add_spec(self, spec: RunSpec) -> None:
         self.specs[spec.run], self.values[spec.run] = spec, dict(values_of(spec))
 
     def add(self, spec: RunSpec) -> None:
-        """Add or update a member whose files were just written."""
         self._add_spec(spec)
         if (view := journal_or_none(self.directory / RUNS_DIR / spec.run)) is not None:
             self.members[spec.run] = _Member(spec, view, self.points(view))
 
     def points(self, view: JournalView) -> Points:
-        """Return the points of a journal, along the study's axis and reward."""
+        """Return the points of a journal: step, compute on the study's axis, and reward."""
         known = [
             (record.step, record.metrics[self.axis], record.metrics[self.metric])
             for record in view.of_kind("eval")
@@ -426,12 +412,12 @@ class _Folder:
         return Points(steps, compute, reward)
 
     def member_with_points(self, points: Points, key: str, values: Mapping[str, str]) -> str | None:
-        """Return the identity of a member that has the points of a run; None if there is no such member.
+        """Return the identity of a member that has the same points as a run; None if there is no such member.
 
-        If one has more points than the other, only the first ones are compared. Within one tracker, equal first points
-        do not show that a run is a copy: a resumed run begins with the points of the run that it resumes, and recipes
-        whose difference has no effect have equal points. There, the number of points and the values of `--by` must be
-        equal too. A member that was adopted with this `key` is preferred.
+        If one has more points than the other, only as many points as the shorter has are compared. Within one tracker
+        (W&B, MLflow, Trackio), equal points alone do not make a run a copy: a resumed run begins with the points of the
+        run that it resumes, and two recipes may learn identically. There, the number of points and the values of `--by`
+        must be equal too. A member that was adopted with this `key` is preferred.
         """
         duplicates = []
         for run, member in self.members.items():
@@ -453,10 +439,7 @@ class _Folder:
         return duplicates[0] if duplicates else None
 
     def member_with_values(self, values: Mapping[str, str]) -> RunSpec | None:
-        """Return a member with these values and any seed; None without one, or if several curves match.
-
-        A new member with these values gets the label and curve of the returned one.
-        """
+        """Return a member with these values and any seed; None if none matches, or members of several curves do."""
         matches = [(self.specs[run], known) for run, known in self.values.items() if agree(values, known)]
         exact = [spec for spec, known in matches if len(known) == len(values)] or [spec for spec, _ in matches]
         return exact[0] if len({spec.curve for spec in exact}) == 1 else None
@@ -464,10 +447,10 @@ class _Folder:
     def adopted_member(
         self, key: str, values: Mapping[str, str], seed: int | None, duplicate: str | None
     ) -> RunSpec | None:
-        """Return the member that a run was adopted as; None if it is new.
+        """Return the member that an earlier adoption made of this run; None if the run is new.
 
-        The member must have these values, and this seed unless `seed` is None. If `duplicate` is given, only that
-        member can be returned; otherwise the member must have been adopted with the same `key`.
+        The member must have these values, and this seed unless `seed` is None. With `duplicate`, only that member can
+        be returned; without it, the member must have been adopted with the same `key`.
         """
         for run, spec in self.specs.items():
             source = spec.config.get("adopted")
@@ -477,7 +460,7 @@ class _Folder:
         return None
 
     def shared_seed_warnings(self, runs: Sequence[str]) -> list[str]:
-        """Return a list with a warning if other members share recipe and seed with one of these; else an empty list."""
+        """Return one warning, in a list, if some of `runs` share recipe and seed with another member, else []."""
         pairs = []
         for run in dict.fromkeys(run for run in runs if run in self.specs):
             spec = self.specs[run]
@@ -497,6 +480,6 @@ class _Folder:
         ]
 
     def free_seed(self, curve: str) -> int:
-        """Return the smallest seed that no member of a curve has."""
+        """Return the smallest seed, from 0 on, that no member of a curve has."""
         taken = {spec.seed for spec in self.specs.values() if spec.curve == curve}
         return next(seed for seed in range(len(taken) + 1) if seed not in taken)

@@ -1,8 +1,8 @@
-"""Clean up a study: list files that are no longer needed, with their sizes, then remove them.
+"""Clean up a study: list files that are no longer needed, with their sizes, and remove them on request.
 
-Never removed: journals, specifications, semantics, configurations, the ledger, launch.json, and checkpoints of
-`checkpoint.keep_steps`. Unfinished members keep everything they need to resume. Symbolic links are neither followed
-nor removed.
+Never removed: journals, specifications, configurations, `semantics.json`, the ledger, `launch.json`, and checkpoints of
+the steps in `checkpoint.keep_steps`. Unfinished members keep all they need to resume. Symbolic links are neither
+followed nor removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sweeps.run.rollouts import ROLLOUTS_FILE
 from sweeps.run.spec import budget_of, kept_steps_of
 from sweeps.run.writer import BEAT_S
 
-# Description of each kind of file.
+# Kinds of removable files, with the descriptions shown to users.
 KINDS: Mapping[str, str] = {
     "checkpoints": "checkpoints of finished members",
     "leftovers": "incomplete files of killed processes, and checkpoints that are no longer used",
@@ -50,11 +50,11 @@ _WATCH_S = 2 * BEAT_S + 1
 
 @dataclass(frozen=True)
 class Member:
-    """A run's folder with the facts that decide which of its files can be removed.
+    """A run's folder, with the facts that decide which of its files can be removed.
 
     Attributes:
         done: whether the run's journal shows that its budget is reached.
-        submitted: whether the run has a job or process that has not ended according to the ledger.
+        submitted: whether, according to the ledger, the run has a job or process that has not ended.
     """
 
     run_dir: Path
@@ -64,13 +64,13 @@ class Member:
 
 @dataclass
 class Inventory:
-    """Removable files, and numbers of members.
+    """Removable files of a study, and numbers of its members.
 
     Attributes:
         removable: sizes in bytes of the removable files, by kind and path.
-        finished, others: numbers of members that have, and have not, reached their budgets.
-        at_work: number of members to which a process is writing now; all their files are kept.
-        linked: symbolic links in place of the study's folders; they and their targets are kept.
+        finished, others: number of members that have reached their budgets, and of the others.
+        at_work: number of members whose folders a process is writing to now; all their files are kept.
+        linked: symbolic links found where the study's folders should be; links and targets are kept.
     """
 
     removable: dict[str, dict[Path, int]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
@@ -90,7 +90,7 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
     Args:
         study: the study's folder.
         keep: number of newest checkpoints to keep for each finished member.
-        sleep: waits a number of seconds, while heartbeats from other machines are watched.
+        sleep: called with the seconds to wait while heartbeats from other machines are watched.
 
     Raises:
         UserError: there is no study.
@@ -119,12 +119,12 @@ def inventory(study: Path, keep: int = 0, sleep: Callable[[float], None] = time.
 
 
 def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[float], None] = time.sleep) -> Inventory:
-    """Remove the removable files of these kinds.
+    """Remove the removable files of the given kinds.
 
-    The study's lease is held meanwhile, so that no process launches or collects the study.
+    The study's lease is held meanwhile, so that no other process runs the study.
 
     Returns:
-        The removed files.
+        The removed files, in an inventory of the study.
 
     Raises:
         UserError: there is no study, a controller is running it, or a file cannot be removed.
@@ -153,11 +153,7 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
 
 
 def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
-    """Return the members in the ledger, and runs in the study's folder that the ledger does not know.
-
-    Raises:
-        UserError: there are neither.
-    """
+    """Return the members in the ledger and other runs in the study's folder. Raises UserError if there are neither."""
     runs = study / RUNS_DIR
     with naming("clean"):
         folders = sorted(path.name for path in runs.iterdir()) if runs.is_dir() else []
@@ -194,7 +190,7 @@ def _add_matching(result: Inventory, kind: str, files: Mapping[Path, int], names
 
 
 def _add_submission_files(study: Path, states: Iterable[MemberState], unfinished: set[str], result: Inventory) -> None:
-    """Add the files of submissions that no member needs. An unfinished member needs its last submission for the log."""
+    """Add the files of submissions that no member needs. An unfinished member needs its last submission's log."""
     needed = {
         state.submission for state in states if state.run in unfinished or state.state in ("submitting", "started")
     }
@@ -231,7 +227,6 @@ def _files(folder: Path, result: Inventory) -> dict[Path, int]:
 
 
 def _remove_empty_folders(study: Path) -> None:
-    """Remove empty folders of attempts and submissions."""
     for folder in [*study.glob(f"{RUNS_DIR}/*/{ATTEMPTS_DIR}"), *study.glob(f"{JOBS_DIR}/*")]:
         if not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir()):
             shutil.rmtree(folder, ignore_errors=True)

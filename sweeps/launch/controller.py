@@ -1,8 +1,8 @@
-"""Controller of a launch: read the members' state, decide, then record, act and notify, in this order.
+"""Controller of a launch: read the members' state, decide what to do, record it, do it, and notify the observers.
 
     commit -> first_actions -> [submit -> poll -> next_actions -> wished_actions -> report] until every member has ended
 
-Decisions are made in `launch.decisions`; `Records` writes, and `Audience` notifies the observers.
+Decisions are made in `launch.decisions`; `Records` writes to disk, and `Audience` notifies the observers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from sweeps.run.lease import LeaseLostError
 from sweeps.run.progress import check_own, file_sizes, is_done, why_failed, why_final
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
 
-WRITERS = 8  # threads that write specifications
+WRITERS = 8  # number of threads that write specifications
 
 
 class Controller:
-    """Control loop over a study whose lease this process holds; made by `Study.prepare`.
+    """Control loop over a study whose lease this process holds. `Study.prepare` makes it.
 
     Args:
         records: specifications, states and ledger of the members.
-        executor: starts members and reports how they ended.
+        executor: starts members and reports how their attempts ended.
         audience: the observers.
-        policy: rules for running members again.
+        policy: rules for retrying members.
         decider: decides which members run; None if all unfinished members do.
     """
 
@@ -61,15 +61,15 @@ class Controller:
         self._waiting: list[str] = []  # members to submit, in this order
         self._held: list[str] = []  # members that the decider does not want to run now
         self._stop_reasons: dict[str, str] = {}  # members asked to stop, with the reason
-        self._sizes: dict[str, tuple[int, int]] = {}  # by member, sizes of journal and log at its submission
+        self._sizes: dict[str, tuple[int, int]] = {}  # by member, sizes of its journal and log when it was submitted
 
     def commit(self, files: Mapping[Path, str] | None = None, detach: bool = False) -> dict[str, MemberState]:
-        """Run every member that is not done; a failing member does not affect others.
+        """Run every member that is not done. A member that fails does not affect the others.
 
         Args:
-            files: texts of files to write once the launch is accepted, with mode 0600.
-            detach: whether to return before the members end, once everything that can be submitted now is submitted and
-                members that ended meanwhile are handled.
+            files: texts of files, by path, to write with mode 0600 once the launch is accepted.
+            detach: whether to return before the members end, as soon as everything that can be submitted now is
+                submitted, and the ends of members up to then are handled.
 
         Returns:
             The state of each member, by identity.
@@ -84,7 +84,7 @@ class Controller:
             if not self._waiting:
                 self._accept()
             while self._waiting or self._executor.running():
-                self.records.check_lease()  # before making folders: the study may have been moved
+                self.records.check_lease()  # before folders are made: the study may have been moved away
                 self._submit()
                 ended = [self._classify(outcome) for outcome in self._executor.poll(timeout_s=1.0)]
                 self._carry_out(decisions.next_actions(self.records.states, ended, self._policy))
@@ -96,7 +96,7 @@ class Controller:
                 self._audience.report(self._executor)
             self._accept()
         except (UserError, OSError):
-            raise  # a refusal, if nothing was accepted: `Study.prepare` rolls back
+            raise  # if nothing was accepted yet, `Study.prepare` rolls back
         except BaseException:
             self.records.rollback.commit()  # interrupted: the same command continues the study
             raise
@@ -115,18 +115,18 @@ class Controller:
         self._reattach([action.run for action in wanted if isinstance(action, Reattach)])
 
     def _reattach(self, runs: Sequence[str]) -> None:
-        """Let the executor follow members that an earlier process submitted; queue the ones it does not find."""
+        """Let the executor follow members that an earlier process submitted. Queue those that it does not find."""
         states = [self.records.states[run] for run in runs]
         launches = [replace(self._launch(state.run), submission=state.submission, job=state.job) for state in states]
         jobs = self._executor.adopt(launches) if launches else {}
         for launch in launches:
             if launch.run in jobs and launch.job is None:
-                # The process that submitted the member died before it recorded the job.
+                # The earlier process died after it submitted the member, and before it recorded the job.
                 job = {"submission": launch.submission, "job": jobs[launch.run]}
                 self.records.append("started", [{"run": launch.run, **job}])
         for run in jobs:
             self._sizes[run] = (0, 0)
-            # An earlier controller may have asked the member to stop: ending for that reason is not a failure.
+            # If an earlier controller asked the member to stop, the member's end is not a failure.
             if (why := requested_stop(self.records.run_dir(run))) is not None:
                 self._stop_reasons[run] = why
         waiting = {*self._waiting, *runs} - jobs.keys()
@@ -135,10 +135,9 @@ class Controller:
     # --- submit ----------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        """Submit as many queued members as the executor accepts."""
         if not self._waiting:
             return
-        # Query the excluded nodes now; there may be more than when the member failed.
+        # Get the list now: it may have grown since the member failed.
         excluded_nodes = self._blacklist.excluded_nodes(self.records.study.ledger.now())
         waiting = [self._launch(run, excluded_nodes) for run in self._waiting]
         self._waiting = []
@@ -152,7 +151,7 @@ class Controller:
         self._waiting = [launch.run for launch in waiting]
 
     def _launch(self, run: str, excluded_nodes: Sequence[str] = ()) -> Launch:
-        """Make a member's launch for the executor; it excludes these nodes and nodes on which the member failed."""
+        """Describe how the executor shall start a member, with nodes to avoid: these, and those on which it failed."""
         state = self.records.states[run]
         excluded = tuple(dict.fromkeys([*state.excluded, *excluded_nodes]))
         return Launch(
@@ -165,7 +164,7 @@ class Controller:
         )
 
     def _valid_launches(self, batch: Sequence[Launch]) -> list[Launch]:
-        """Return the launches whose specification matches the ledger's checksum; give up the other members."""
+        """Return the launches whose specification matches the ledger's checksum. Give up the other members."""
         valid = []
         for launch in batch:
             try:
@@ -180,17 +179,18 @@ class Controller:
         """Submit a batch under a new name; return the job of each accepted member (None without a scheduler)."""
         submission = uuid.uuid4().hex[:12]
         if self._executor.outlives:
-            # Recorded before the scheduler is called: after a crash the next process looks for the jobs by this name.
+            # Recorded before the scheduler is called, so that after a crash the next process finds the jobs by this
+            # name.
             self.records.append("submitting", [{"run": launch.run, "submission": submission} for launch in batch])
         for launch in batch:
             self._sizes[launch.run] = file_sizes(launch.run_dir)
             self.records.clear_stop_request(launch.run_dir)
         jobs = self._executor.submit(submission, batch)
-        # A new study is accepted even if the submission was postponed: it has no earlier launch files to overwrite.
+        # Without jobs (submission postponed), a new study is accepted too: it has no earlier launch files to overwrite.
         if jobs or self.records.new:
             self._accept()
         else:
-            self.records.rollback.commit()  # no rollback, because the scheduler may have created jobs
+            self.records.rollback.commit()  # keep all changes, because the scheduler may have created jobs
         fields = {"submission": submission} if self._executor.outlives else {}
         accepted = [launch.run for launch in batch if launch.run in jobs]
         started = [{"run": run, **fields, **({"job": jobs[run]} if jobs[run] else {})} for run in accepted]
@@ -198,7 +198,7 @@ class Controller:
         return jobs
 
     def _accept(self) -> None:
-        """Mark the launch as accepted, unless it already is: write its files, then notify the observers."""
+        """If the launch is not accepted yet: write its files, mark it as accepted, and notify the observers."""
         if not self.records.accepted:
             self.records.accept(self._files)
             for observer in self._audience.observers:
@@ -207,7 +207,7 @@ class Controller:
     # --- read ------------------------------------------------------------------------------------------------------
 
     def _classify(self, outcome: Outcome) -> AttemptEnd:
-        """Determine how an attempt ended, from its outcome, the member's journal and log, and the node's failures."""
+        """Determine how an attempt ended, from its outcome, the member's journal and log, and the nodes' failures."""
         run, run_dir, now = outcome.run, self.records.run_dir(outcome.run), self.records.study.ledger.now()
         stop_requested = self._stop_reasons.pop(run, None) is not None or outcome.ended_before
         if self.records.is_done(run) and (outcome.exit_code == 0 or self._executor.outlives):
@@ -231,7 +231,7 @@ class Controller:
         )
 
     def _nodes_at_work(self) -> set[str]:
-        """Return the nodes on which members run, according to the attempt records of their jobs."""
+        """Return the nodes on which members run now, according to their attempt records."""
         nodes = set()
         for run in set(self._executor.running()) - self._executor.queued():
             submission = self.records.states[run].submission
@@ -245,7 +245,7 @@ class Controller:
             return
         self.records.check_lease()
         at_work = self._executor.running()
-        self._wish(self._decider)  # first, because a decider reads the members' journals here, before it adds members
+        self._wish(self._decider)  # before `members`, because this lets the decider read the journals
         self._add(self._decider.members(self.records.states))
         wish = self._wish(self._decider)
         actions = decisions.wished_actions(
@@ -255,7 +255,6 @@ class Controller:
         self._carry_out(actions)
 
     def _wish(self, decider: Decider) -> Wish:
-        """Return the decider's wish, after printing its messages."""
         queued = self._executor.queued()
         wish = decider.wish(self.records.states, set(self._executor.running()) - queued, queued)
         for line in wish.messages:
@@ -264,7 +263,6 @@ class Controller:
         return wish
 
     def _add(self, specs: Sequence[RunSpec]) -> None:
-        """Add members that the decider wants, and queue those that are not done."""
         if not specs:
             return
         self.records.check_lease()
@@ -284,13 +282,13 @@ class Controller:
     # --- record, act, notify ---------------------------------------------------------------------------------------
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """Record the actions, carry them out, notify the observers.
+        """Record the actions, carry them out, and notify the observers.
 
-        The ledger comes first, so that it has everything that was done or reported, even if this process dies.
+        The ledger is written first: even if this process dies, it contains everything that was done or reported.
         """
         self.records.record(actions)
         for action in actions:
-            if action.event not in (None, "retried"):  # the member has ended: its earlier failures no longer count
+            if action.event not in (None, "retried"):  # the member has ended, so its earlier failures no longer count
                 self._blacklist.reset_failures(action.run)
             match action:
                 case Submit(run):
@@ -304,14 +302,14 @@ class Controller:
         self._audience.notify(actions)
 
     def unfinished(self, error: BaseException | None = None) -> tuple[int, int]:
-        """Count the failed members and those that continue without this process, when this process leaves the study.
+        """Count failed members, and members that continue without this process; called when it leaves the study.
 
         Args:
             error: exception that ended this process's work on the study; None if it completed. After an exception,
                 members that are neither done nor running count as failed.
         """
         number = len(self.records.specs)
-        if isinstance(error, LeaseLostError):  # another process runs the study now and reports for it
+        if isinstance(error, LeaseLostError):  # another process has taken over the study and will report failures
             return 0, number
         if error is not None and self.records.rollback.pending:
             # Everything is rolled back, including members that a decider added.
@@ -328,14 +326,14 @@ class Controller:
 
 
 class Audience:
-    """Observers of a launch, and what was reported to them.
+    """The observers of a launch, with a record of what was reported to them.
 
     Args:
         observers: notified as members start and end.
         records: members of the launch.
 
     Attributes:
-        done, failed, stopped: identities of members that were reported as done, failed or cancelled, and stopped.
+        done, failed, stopped: identities of members that were reported as done, as failed or cancelled, and as stopped.
     """
 
     def __init__(self, observers: Sequence[Observer], records: Records) -> None:
@@ -343,7 +341,7 @@ class Audience:
         self.done: set[str] = set()
         self.failed: set[str] = set()
         self.stopped: set[str] = set()
-        self._queued: dict[str, bool] = {}  # by running or queued member: whether it was last reported as queued
+        self._queued: dict[str, bool] = {}  # by member that has not ended: whether it was last reported as queued
 
     def notify(self, actions: Sequence[Action]) -> None:
         """Notify the observers of actions that were carried out, in order."""
@@ -362,8 +360,7 @@ class Audience:
                         observer.ended(spec, run_dir, action.state, action.reason)
 
     def _count(self, action: Action) -> None:
-        """Update `done`, `failed` and `stopped` by an action."""
-        if not isinstance(action, Stop):  # after any other action the member does not run
+        if not isinstance(action, Stop):  # only after a stop request does the member still run
             self._queued.pop(action.run, None)
         match action:
             case Submit(run):
@@ -374,7 +371,7 @@ class Audience:
                 (self.stopped if action.state == "stopped" else self.failed).add(run)
 
     def report(self, executor: Executor) -> None:
-        """Notify the observers of members that were queued or started since the last report, and of the counts."""
+        """Report members that were queued or started since the last call, then the counts, to the observers."""
         queued, running = executor.queued(), executor.running()
         for run in running:
             is_queued = run in queued
@@ -389,18 +386,18 @@ class Audience:
 
 
 class Records:
-    """Specifications, ledger and files of a launch, with the member states that follow from the ledger.
+    """Specifications, ledger and files of a launch, and the members' states, which follow from the ledger.
 
     Args:
-        study: study to run; members that its decider adds become part of it.
-        states: state of each run in the ledger, by identity; updated in place.
-        check_lease: raises if another process has taken over the study; nothing is written then.
+        study: study to run. Members that its decider adds become part of it.
+        states: state of each member in the ledger, by identity; updated in place.
+        check_lease: raises if another process has taken over the study, so that this process writes nothing more.
         rollback: undoes the writes of a refused launch.
 
     Attributes:
         specs: specification of each member, by identity.
         new: whether the study had no member before this launch.
-        accepted: whether the executor accepted members, or none had to be submitted. An accepted launch is not undone.
+        accepted: whether the executor accepted members, or none had to be submitted; from then on nothing is undone.
     """
 
     def __init__(
@@ -418,7 +415,7 @@ class Records:
         return self.study.run_dir(self.specs[run])
 
     def is_done(self, run: str) -> bool:
-        """Return whether a member's journal reaches its budget, or ends early in a way that cannot be continued."""
+        """Return whether a member's journal reaches its budget, or has a final end before it."""
         return is_done(self.run_dir(run), self.specs[run].steps, run)
 
     def why_final(self, run: str) -> str | None:
@@ -426,11 +423,11 @@ class Records:
         return why_final(self.run_dir(run))
 
     def members(self) -> list[MemberState]:
-        """Return the members' states in the study's order. A new member has the state `planned`."""
+        """Return the members' states in the study's order; `planned` for a member that is not in the ledger yet."""
         return [self.states.get(run) or _planned(spec) for run, spec in self.specs.items()]
 
     def add(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """Add members that are new, or have a larger budget; return those that were not part of the study.
+        """Add members that are new or have a larger budget. Return those that were not part of the study.
 
         Raises:
             UserError: a label belongs to another curve, or a member's folder has another run's journal.
@@ -447,12 +444,13 @@ class Records:
         return added
 
     def plan(self, frozen: Sequence[RunSpec]) -> None:
-        """Write specifications, then record new members, and members whose checksum changed, in the ledger.
+        """Write these specifications, then record new members and changed checksums in the ledger.
 
-        Specifications come first, so that every member in the ledger has one, even if this process dies in between.
+        In this order, every member in the ledger has a specification, even if this process dies in between.
         """
         self._write_specs(frozen)
-        # Register this after the specifications: a rollback runs in reverse order, so it cuts the ledger first.
+        # Registered after the writing of the specifications: a rollback runs in reverse order, so it cuts the ledger
+        # first.
         self.rollback.call(self.study.ledger.cut, self._size)
         new = [spec for spec in self.specs.values() if spec.run not in self.states]
         checksums = {spec.run: spec.checksum() for spec in (*new, *frozen)}
@@ -461,7 +459,7 @@ class Records:
         self.append("planned", [member_fields(spec, checksums[spec.run]) for spec in (*new, *changed)])
 
     def _write_specs(self, specs: Sequence[RunSpec]) -> None:
-        """Write specifications in parallel threads, because each write waits for an fsync on a remote file system."""
+        """Write specifications in parallel threads, because on a remote file system each write waits for an fsync."""
         texts = Texts()
 
         def write(spec: RunSpec) -> None:
@@ -479,10 +477,10 @@ class Records:
             pool.shutdown(cancel_futures=True)
 
     def record(self, actions: Sequence[Action]) -> None:
-        """Append the ledger entries of actions; those of finished members come last, in one write.
+        """Append the ledger entries of actions. Entries of finished members come last, in one write.
 
-        Thousands of members may finish at the same time, and each write waits for an fsync. If a crash loses these
-        entries, the journals still show that the members are done.
+        That is because thousands of members may finish at the same time, and each write waits for an fsync. If a crash
+        loses these entries, the journals still show that the members are done.
         """
         for action in actions:
             if action.event is not None and not isinstance(action, Finish):
@@ -508,7 +506,7 @@ class Records:
             clear_stop_request(run_dir)
 
     def accept(self, files: Mapping[Path, str]) -> None:
-        """Keep all changes from now on (no rollback), and write the launch's files with mode 0600."""
+        """Write the launch's files with mode 0600. From now on nothing is rolled back."""
         self.accepted = True
         self.rollback.commit()
         for path, text in files.items():
@@ -517,5 +515,4 @@ class Records:
 
 
 def _planned(spec: RunSpec) -> MemberState:
-    """Return the state of a member that is not in the ledger yet."""
     return MemberState(spec.run, spec.recipe, spec.seed, curve=spec.curve)

@@ -1,4 +1,4 @@
-"""Protocol of deciders, which decide during a study which members run: a race, a search."""
+"""Protocol of deciders, such as a race or a search, which decide while a study runs which of its members run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sweeps.run.spec import RunSpec
 
 @dataclass(frozen=True)
 class Wish:
-    """A decider's decision about the members that have neither finished nor failed.
+    """A decider's decision about members that have neither finished nor failed.
 
     Attributes:
         to_run: identities of members that should run, the most urgent first.
-        to_pause: reasons, by identity, of members that should save, stop, and wait for a later decision.
-        to_end: reasons, by identity, of members that should stop and not be resumed.
+        to_pause: members that should save, stop, and wait for a later decision; reasons by identity.
+        to_end: members that should stop and not be resumed; reasons by identity.
         messages: lines to print that are new since the last call.
     """
 
@@ -28,10 +28,10 @@ class Wish:
 
 
 class Decider(Protocol):
-    """Protocol of a decider, called before anything is submitted, and then about once per second.
+    """Protocol of a decider. The controller calls it before it submits anything, and then about once per second.
 
-    A process that resumes the study must get the same decisions. So decide from the journals, or from files that the
-    decider has written.
+    A process that resumes the study must come to the same decisions. So decide only from the journals, or from files
+    that the decider itself has written.
 
     Attributes:
         files: names of the files that the decider writes in the study's folder; a refused launch restores them.
@@ -43,7 +43,7 @@ class Decider(Protocol):
         """Decide which members should run, wait or stop.
 
         Args:
-            states: state of every member, by identity. A member stays `started` if the process that started it is gone.
+            states: state of every member, by identity. `started` does not imply that the member's process still exists.
             at_work: identities of running members.
             queued: identities of members whose jobs wait in a cluster's queue.
         """

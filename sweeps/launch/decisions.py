@@ -1,11 +1,11 @@
-"""Decisions about a study's members, as pure functions without files, clock, executor or observers.
+"""Decisions about a study's members, as pure functions: no files, no clock, no calls of executor or observers.
 
     first_actions    when a launch begins: which members are done, given up, reattached, or submitted
     next_actions     when attempts have ended: which members are done, retried, or given up
     wished_actions   after a decider's wish: which members stop, are given up, wait, or are submitted
 
-The controller (`launch.controller`) gathers their inputs and carries out the actions that they return: it first writes
-an action's ledger entry, then acts, and notifies the observers last.
+The controller (`launch.controller`) collects the inputs and carries out the returned actions. For each action it first
+writes the ledger entry, then acts, then notifies the observers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sweeps.redact import redact
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules of a launch for running members again.
+    """Rules of a launch for retrying members and for running ended ones again.
 
     Attributes:
-        retries: attempts after the first, by kind of failure; None for no limit.
-        again: whether members that were given up or stopped before this launch run again. This includes members whose
-            job ended while no controller was running, regardless of `retries`.
+        retries: number of attempts after the first, by kind of failure; None for no limit.
+        again: whether to run members again that were given up or stopped before this launch. They include members whose
+            job ended while no controller was running; `retries` does not limit these.
         has_decider: whether a decider decides which members run.
     """
 
@@ -38,17 +38,18 @@ class Policy:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """End of a member's attempt, according to its executor, its journal, and the history of the nodes.
+    """End of a member's attempt, according to the executor, the member's journal and the history of the nodes.
 
     Attributes:
         run: identity of the member.
-        done: whether the member's journal reaches its budget, or ends early in a way that cannot be continued.
+        done: whether the member's journal reaches its budget, or has an earlier end after which it cannot be continued.
         kind: kind of the failure; "" if the member is done.
         reason: why the attempt failed, or why the member is done before its budget; "" if it reached its budget.
         node: node that may have caused the failure, or on which the member finished; None if unknown or irrelevant.
-        stop_requested: whether the member was asked to stop; also True if `ended_before` is True.
+        stop_requested: whether the member was asked to stop; always True with `ended_before`.
         ended_before: whether the attempt had ended before this process began to follow it.
-        excused: number of the member's failures of this kind that are blamed on nodes, including this one.
+        excused: number of the member's failures of this kind, including this one, that are blamed on nodes. They do not
+            count against its retries.
     """
 
     run: str
@@ -68,7 +69,7 @@ class Action:
     Attributes:
         run: identity of the member.
         event: event of the ledger entry; None if there is nothing to write.
-        fields: fields of the ledger entry besides the run.
+        fields: further fields of the ledger entry, without the run.
     """
 
     run: str
@@ -83,7 +84,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Submit(Action):
-    """Queue the member for submission, in the order of the actions; a decider may override this."""
+    """Queue the member for submission, in the order of the actions. A decider may reorder it or hold it back."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,19 @@ class Retry(Submit):
 
 @dataclass(frozen=True)
 class Reattach(Action):
-    """Reattach to the member's process or job of an earlier launch; submit the member if there is none."""
+    """Reattach to the process or job that an earlier launch started for the member; if there is none, submit it."""
 
 
 @dataclass(frozen=True)
 class Finish(Action):
-    """Count the member as done. A reason says why it ended before its budget and cannot be continued."""
+    """Count the member as done. `reason` says why it ended before its budget, and is None if it reached its budget."""
 
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class GiveUp(Action):
-    """Count the member as ended before it was done, with the state `failed`, `cancelled`, or `stopped`."""
+    """Count the member as ended but not done, with the state `failed`, `cancelled`, or `stopped`."""
 
     state: str = "failed"
     reason: str | None = None
@@ -122,7 +123,7 @@ class Stop(Action):
 
 @dataclass(frozen=True)
 class Hold(Action):
-    """Hold back a member that is not running until the decider wants it. A reason is reported to observers."""
+    """Keep a member from being submitted until the decider wants it to run. A given reason is reported to observers."""
 
     reason: str | None = None
 
@@ -132,8 +133,8 @@ def first_actions(members: Sequence[MemberState], done: Mapping[str, str | None]
 
     Args:
         members: states from the ledger; `planned` for a new member.
-        done: members whose journals show that they are done, whatever the ledger says. The value is the reason of an
-            end before the budget, or None.
+        done: members whose journals show that they are done, whatever the ledger says. The value says why the member
+            ended before its budget; None if it reached its budget.
         policy: rules of the launch.
     """
     return [_first_action(member, done, policy) for member in members]
@@ -157,7 +158,7 @@ def next_actions(states: Mapping[str, MemberState], outcomes: Sequence[AttemptEn
     """Decide about members whose attempts have ended, in the order in which they ended.
 
     Args:
-        states: states from the ledger, before these ends are recorded.
+        states: states from the ledger, before the ends in `outcomes` are recorded.
         outcomes: ends of attempts, one per member.
         policy: rules of the launch.
     """
@@ -172,18 +173,18 @@ def _next_action(state: MemberState, ended: AttemptEnd, policy: Policy) -> Actio
     if may_retry(policy.retries, ended.kind, state.retries_used, ended.excused):
         return Retry(run, "retried", failure, ended.reason)
     stopped = ended.kind == "stopped" and ended.stop_requested
-    # With a decider, a member that stopped without a request of the decider has failed.
+    # With a decider, a member may stop only at the decider's request; any other stop is a failure.
     event = "stopped" if stopped or (ended.kind == "stopped" and not policy.has_decider) else "failed"
     if stopped and policy.has_decider:
-        return Submit(run, event, failure)  # saved; the decider may resume it later
-    # The attempt ended, or was asked to stop, before this command began: the command runs the member again.
+        return Submit(run, event, failure)  # the member has saved; the decider may resume it later
+    # Ended, or asked to stop, before this command began. The user gave the command to continue the study: run it again.
     if policy.again and (ended.ended_before or stopped):
         return Retry(run, event, failure, ended.reason)
     return GiveUp(run, event, failure, _reported_end(event, ended.kind), ended.reason)
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
-    """Return the action for a finished member. With `known`, the end is in the ledger already and only reported."""
+    """Return the action for a finished member. With `known`, the ledger has the end already; it is only reported."""
     fields = {**fields, **({"reason": reason} if reason else {})}
     return Finish(run, None if known else "finished", fields, reason)
 
@@ -201,7 +202,7 @@ def wished_actions(
     waiting: Sequence[str],
     held: Sequence[str],
 ) -> list[Action]:
-    """Decide about the members that a decider wants to run, wait or stop.
+    """Decide about the members that a decider wants to run, pause or end.
 
     Args:
         states: states from the ledger.
@@ -209,7 +210,7 @@ def wished_actions(
         at_work: members whose processes or jobs have not ended.
         stop_reasons: reasons for which running members were already asked to stop, by identity.
         waiting: members that are queued for submission.
-        held: members that an earlier wish held back.
+        held: members that were held back after an earlier wish.
 
     Returns:
         Actions to stop members, to give members up, to submit members in the decider's order, and to hold members
@@ -238,12 +239,12 @@ def wished_actions(
 
 
 def _end(member: MemberState, reason: str) -> GiveUp:
-    # The ledger has redacted reasons, so redact this one before comparing.
+    # The ledger contains redacted reasons, so redact this one too before comparing.
     if member.state == "stopped" and member.reason == redact(reason):
         return _repeated_give_up(member)
     return GiveUp(member.run, "stopped", {"kind": "stopped", "reason": reason}, "stopped", reason)
 
 
 def _repeated_give_up(member: MemberState) -> GiveUp:
-    """Return the action for a member whose end is in the ledger already, so that it is only reported."""
+    """Return the action for a member whose end is in the ledger already: it is reported, but not recorded again."""
     return GiveUp(member.run, state=_reported_end(member.state, member.kind), reason=member.reason)

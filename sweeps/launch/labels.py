@@ -1,7 +1,7 @@
-"""Labels of the curves to which a launch adds members: a curve keeps its label, and a label belongs to one curve only.
+"""Keep labels unique: a curve keeps its label over all launches, and a label belongs to one curve only.
 
-A label names the settings that differ within a launch. A launch of fewer members would give other labels to the same
-curves, so members get the label that their curve has in the study.
+A label consists of the settings that differ within a launch. A launch of fewer members would label the same curve
+differently, so new members get the label that their curve already has in the study.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_KEY = object()
 
 
 def labelled_as_before(directory: Path, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Return the specs, with the labels that their curves have in the study.
+    """Return the specs, each with the label that its curve already has in the study, if any.
 
     Args:
         directory: the study's folder, which may not exist yet.
@@ -33,16 +33,16 @@ def labelled_as_before(directory: Path, specs: Sequence[RunSpec]) -> list[RunSpe
             named.setdefault(curve, state.run)
     others: dict[str, RunSpec] = {}
     for spec in specs:
-        # A run that was started alone is in no ledger: read its own folder.
+        # A run that was started alone is not in the ledger: read its own folder.
         run_dir = directory / RUNS_DIR / named.get(spec.curve, spec.run)
         if labels.get(spec.curve) != spec.recipe and spec.curve not in others and (run_dir / SPEC_FILE).exists():
-            with suppress(UserError):  # unreadable, which is reported where it is needed
+            with suppress(UserError):  # an unreadable specification is reported by the code that needs it
                 others[spec.curve] = RunSpec.read(run_dir)
     return [spec.labelled_like(others[spec.curve]) if spec.curve in others else spec for spec in specs]
 
 
 def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, MemberState]) -> None:
-    """Check that no new member has the label of another curve's members, because fits group runs by label.
+    """Check that no new member has the label of another curve, because fits group runs by label.
 
     Args:
         runs_dir: the study's `runs` folder.
@@ -60,7 +60,7 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
             curves_of.setdefault(state.recipe, {}).setdefault(curve, state.run)
     for spec in new:
         known = curves_of.get(spec.recipe, {})
-        # A study of an earlier version may have several curves with one label: each of them may get new members.
+        # In a study of an earlier version, several curves may have one label. Each of them may get new members.
         if known and spec.curve not in known:
             raise UserError(
                 f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
@@ -83,7 +83,7 @@ def _differing(spec: RunSpec, other: Path) -> str:
     ]
     keys.sort(
         key=lambda key: key not in values or key not in other_values
-    )  # first the keys that both configurations have
+    )  # keys that both configurations have come first
     if not keys:
         return f"the values are the same, but a file that they name (a model, data, code) is not ({other})"
     differences = [f"{key} is {_shown(values, key)}, there {_shown(other_values, key)}" for key in keys[:_SHOWN]]

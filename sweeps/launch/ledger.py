@@ -1,11 +1,11 @@
 """Ledger of a study: an append-only file with the launches and ends of its members.
 
-One JSON object per line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last field is a checksum,
-which lines of earlier versions lack (`sweeps.run.files`). The state of a study follows from this file alone, not from
-the memory of the process that launched it. Events of a run, in order:
+One JSON object per line: `{"time": ..., "run": ..., "event": ..., ..., "crc": ...}`. The last field is a checksum
+(`sweeps.run.files`); lines of earlier versions lack it. The state of a study follows from this file alone, not from the
+memory of the process that launched it. Events of a run, in order:
 
-    planned             the run belongs to the study. `recipe` is the label of the curve with identity `curve`,
-                        `checksum` is computed from the run's specification. Written again when the checksum changes
+    planned             the run belongs to the study. `recipe` is the label of its curve, `curve` the curve's identity,
+                        `checksum` that of the run's specification. Written again when the checksum changes
     submitting          a job for the run is about to be submitted under the name `submission`; after a crash, the
                         next process looks for a job of that name
     started             the run was submitted; `job` is the scheduler's id
@@ -14,7 +14,7 @@ the memory of the process that launched it. Events of a run, in order:
     stopped             the run was stopped on request (`kind`, `reason`); it may be started again
     adopted             the run was trained elsewhere (`launch.adoption`) and ended there as `state`; may be repeated
 
-In `retried` and `failed`, `node` may be the cause of the failure. In `finished`, the run ended on `node`.
+In `retried` and `failed`, `node` is a node that may have caused the failure. In `finished`, it is where the run ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sweeps.run.files import append_lines, parse_line
 from sweeps.run.spec import SPEC_FILE, RunSpec
 
 LEDGER_FILE = "ledger.jsonl"
-RUNS_DIR = "runs"  # folder next to the ledger, with a folder per member, named by the member's identity
+RUNS_DIR = "runs"  # folder next to the ledger, with one folder per member, named after the member's identity
 FULL_DISK_PAUSE_S = 5.0
 _TEXT_FIELDS = {"event", "recipe", "curve", "checksum", "submission", "job", "kind", "reason", "node", "state"}
 EVENTS = ("planned", "submitting", "started", "retried", "finished", "failed", "stopped", "adopted")
@@ -50,13 +50,13 @@ class MemberState:
 
     Attributes:
         run, recipe, seed: identity of the run, label of its recipe, and seed.
-        state: event of the run's newest entry, `planned` at first.
+        state: event of the run's newest entry, `planned` at first. For an adopted run, how it ended in its source.
         attempts: number of jobs or processes started for the run, over all launches.
-        submission, job: name of the submission and scheduler's id of the newest attempt; None on this machine.
+        submission, job: newest attempt: name of its submission, and the scheduler's id; None on this machine.
         kind, reason: kind of failure and message of a run that failed, was stopped, or was retried; None otherwise.
         retries_used: number of retries by kind of failure, since the run was last given up.
         excluded: nodes that the run's next attempt must avoid.
-        unanswered: names of submissions that were begun, never confirmed, and followed by another submission.
+        unanswered: names of submissions that were begun and never confirmed before another submission was begun.
         curve: identity of the curve that has the label `recipe`; None in ledgers of earlier versions.
         checksum: `RunSpec.checksum` of the run's specification; None in ledgers of earlier versions.
         adopted: whether the run was trained elsewhere, so that it is never started here.
@@ -85,14 +85,14 @@ class MemberState:
 
 
 class Ledger:
-    """Append-only log of a study's members. Entries are on disk when a call returns; `fold` computes the states."""
+    """Append-only log of a study's members. Entries are on disk when an append returns; `fold` computes the states."""
 
     def __init__(self, study_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = study_dir / LEDGER_FILE
         self._clock = clock
 
     def now(self) -> float:
-        """Return the time in seconds, by the clock that stamps the entries."""
+        """Return the time in seconds by the clock that stamps the entries."""
         return self._clock()
 
     def append(self, event: str, run: str, **fields: Any) -> None:
@@ -100,7 +100,7 @@ class Ledger:
         self.append_all(event, [{"run": run, **fields}])
 
     def append_all(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Append entries of one event in one durable write; wait for space on a full disk.
+        """Append entries of one event in one durable write. On a full disk, wait for space.
 
         Args:
             event: one of `EVENTS`.
@@ -131,17 +131,17 @@ class Ledger:
             return None
 
     def cut(self, size: int | None) -> None:
-        """Drop all entries after the first `size` bytes; None removes the file."""
+        """Drop everything after the first `size` bytes; None removes the file."""
         if size is None:
             self.path.unlink(missing_ok=True)
         elif (self.size() or 0) > size:
             with self.path.open("r+b") as handle:
                 handle.truncate(size)
-                # Sync before the rollback removes the specifications of the dropped members (`launch.rollback`).
+                # Durable before the rollback goes on: it then removes the specifications of the dropped members.
                 os.fsync(handle.fileno())
 
     def entries(self) -> list[dict[str, Any]]:
-        """Read all entries, in order; torn (partly written) or invalid lines are skipped."""
+        """Read all entries in order, without torn (partly written) or invalid lines."""
         return self._read()[0]
 
     def damaged(self) -> list[int]:
@@ -149,7 +149,6 @@ class Ledger:
         return self._read()[1]
 
     def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the valid entries in order, and the numbers of the damaged lines."""
         if not self.path.exists():
             return [], []
         entries, damaged = [], []
@@ -162,7 +161,7 @@ class Ledger:
         return entries, damaged
 
     def fold(self) -> dict[str, MemberState]:
-        """Compute the state of every run from the ledger's entries, by identity, in order of planning.
+        """Compute the state of every run by applying the ledger's entries in order; by identity, in order of planning.
 
         A run whose `planned` line is damaged is restored from the specification in its folder.
         """
@@ -191,7 +190,7 @@ class Ledger:
         return states
 
     def _planned_by_spec(self, run: str) -> MemberState | None:
-        """Return the state `planned` of a run, made from the specification in its folder; None without a valid one."""
+        """Return the state `planned` of a run, from the specification in its folder; None if there is no valid one."""
         run_dir = self.path.parent / RUNS_DIR / run
         if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
             return None
@@ -203,19 +202,19 @@ class Ledger:
 
 
 def ended_well(states: Mapping[str, MemberState]) -> bool:
-    """Return whether all members have finished, or were stopped for good."""
+    """Return whether every member has finished or was stopped."""
     return all(state.state in ("finished", "stopped") for state in states.values())
 
 
 def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None = None) -> RunSpec:
-    """Read a member's specification and check it against the ledger's checksum; see `RunSpec.read`."""
+    """Read a member's specification and check it against the ledger's checksum; for `known` see `RunSpec.read`."""
     spec = RunSpec.read(run_dir, known)
     spec.check_checksum(run_dir, state.checksum)
     return spec
 
 
 def member_fields(spec: RunSpec, checksum: str) -> dict[str, Any]:
-    """Return the fields that identify a member in a ledger entry; `checksum` is its specification's checksum."""
+    """Return the fields of a ledger entry that identify a member; `checksum` is that of its specification."""
     return {"run": spec.run, "recipe": spec.recipe, "seed": spec.seed, "curve": spec.curve, "checksum": checksum}
 
 
@@ -252,8 +251,8 @@ def state_after(state: MemberState, event: str, entry: Mapping[str, Any]) -> Mem
     if event == "planned":
         return replace(state, checksum=entry.get("checksum", state.checksum))
     kind, reason = entry.get("kind"), entry.get("reason")
-    # Submitted again without "started" in between: the scheduler may have accepted the earlier submission. If its jobs
-    # appear, they must be cancelled.
+    # Submitted again without "started" in between. The scheduler may have accepted the earlier submission all the same:
+    # if its jobs appear, they must be cancelled, so remember its name.
     if (
         event == "submitting"
         and state.state == "submitting"
@@ -270,7 +269,7 @@ def state_after(state: MemberState, event: str, entry: Mapping[str, Any]) -> Mem
         node = entry.get("node")
         excluded = state.excluded + ((node,) if node and node not in state.excluded else ())
         return replace(state, retries_used=retries_used, excluded=excluded)
-    # Given up, stopped or done: a later launch has all retries again.
+    # Given up, stopped or done: in a later launch the run has all its retries again.
     return replace(state, retries_used={}, excluded=())
 
 

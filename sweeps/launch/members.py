@@ -19,7 +19,7 @@ LEASE_NAME = "controller"
 
 
 def take_lease(lease: Lease, subject: str) -> None:
-    """Acquire a study's lease; wait up to 2 s for it, because some processes hold it only briefly.
+    """Acquire a study's lease. Wait up to 2 s for it, because some processes hold it only briefly.
 
     Raises:
         UserError: another process runs the study; the message begins with `subject`.
@@ -33,11 +33,11 @@ def take_lease(lease: Lease, subject: str) -> None:
 
 
 class Members:
-    """Members under `directory/runs/<identity>`, and their ledger.
+    """Members of a study, in `directory/runs/<identity>`, and the study's ledger.
 
     Args:
         directory: the study's folder, created when the study runs.
-        specs: specifications of the members; duplicates count once.
+        specs: specifications of the members; duplicates are dropped.
     """
 
     def __init__(self, directory: Path, specs: Sequence[RunSpec]) -> None:
@@ -49,7 +49,7 @@ class Members:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Read the study in a directory from its ledger and the members' specifications.
+        """Read the study in a directory: its ledger and the members' specifications.
 
         Raises:
             UserError: there is no study, or a specification was changed after the launch.
@@ -60,9 +60,10 @@ class Members:
         if not states:
             raise UserError(f"{directory}: no ledger of a study here; give the folder that a --multirun wrote to")
         study.warn_of_damage()
-        # Skip `check_distinct`: labels may be distinct within each launch into this folder, but not over all launches.
+        # `check_distinct` is not called: labels are distinct within one launch, but not over all launches into this
+        # folder.
         known: dict[str, Any] = {}
-        # Adopted runs take part only once they have finished; they are never started here.
+        # An adopted run is a member only once it has finished, because it is never started here.
         members = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
         study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in members.items()]
         return study

@@ -1,9 +1,9 @@
-"""Exclude bad nodes from a study, based on the failures in its ledger.
+"""Exclude bad nodes from a study, judged by the failures in its ledger.
 
-A single failure may be caused by the member. But a node on which two members failed within an hour is excluded for the
-whole study, until one hour after the last failure. Failures on such a node do not count against the retries of the
-members. Exception: if every node that the study used in the last hour had the same failure, the nodes are not the
-cause. Then no node is excluded for that failure, and it counts against the members.
+A single failure may be the member's own fault. But a node on which two members failed within an hour is excluded for
+the whole study, until one hour after its last failure. Failures on such a node do not count against the members'
+retries. Exception: if every node that the study used in the last hour had the same failure, the nodes are not to
+blame. Then no node is excluded for that failure, and it counts against the members.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Two failures on a node within this time mark it as bad: long enough for two members to run there one after the other.
+# Two members that fail on a node within this time mark it as bad: long enough for one to run there after the other.
 WINDOW_S = 3600.0
 # A bad node is excluded for this long after its last failure: short enough that a repaired node is soon used again.
 EXCLUDED_S = 3600.0
-# A failure that occurred on all nodes is not blamed on them if there are at least this many nodes. Fewer nodes may all
-# be bad in the same way by chance, for example two nodes of a rack.
+# A failure that occurred on every node is not blamed on the nodes if there are at least this many. A smaller number may
+# all be bad by chance, for example two nodes of a rack.
 MIN_NODES = 4
 # Largest number of failures on bad nodes that do not count against a member's retries.
 MAX_EXCUSED = 8
-# Number of newest failures stored per node: thousands of members may fail on a node within one poll.
+# Number of newest failures kept per node, because thousands of members may fail on a node within one poll.
 STORED_FAILURES = 100
 
 _log = logging.getLogger(__name__)
@@ -32,15 +32,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """A member's failed attempt. Its node may have caused the failure.
+    """A member's failed attempt, and the node that may have caused the failure.
 
     Attributes:
         time: when it failed, in seconds.
         run: identity of the member.
         node: name of the node.
         kind: kind of the failure.
-        cause: kind and reason; without numbers and paths, so that equal failures have equal causes.
-        serial: number of the ledger entry.
+        cause: kind and reason of the failure, with numbers and paths masked, so that equal failures have equal causes.
+        serial: serial number of the ledger entry.
     """
 
     time: float
@@ -63,11 +63,11 @@ class NodeBlacklist:
         self._failures: dict[str, deque[NodeFailure]] = defaultdict(lambda: deque(maxlen=STORED_FAILURES))
         self._finished: dict[str, float] = {}  # by node, time at which a member last finished there
         self._serial = 0
-        self._ended: dict[str, int] = {}  # by run, number of the entry after which its failures count
+        self._ended: dict[str, int] = {}  # by run, serial number of the newest entry whose failures no longer count
         self._announced: set[str] = set()  # excluded nodes that were logged
 
     def add_entry(self, entry: Mapping[str, Any]) -> None:
-        """Update the history by one ledger entry."""
+        """Update the history with one ledger entry."""
         self._serial += 1
         node, event, time = entry.get("node"), entry.get("event"), float(entry.get("time") or 0.0)
         if isinstance(node, str) and event == "finished":
@@ -80,7 +80,7 @@ class NodeBlacklist:
             self.reset_failures(entry["run"])
 
     def reset_failures(self, run: str) -> None:
-        """Ignore the failures so far of a member that is done or given up: they do not count in a later launch."""
+        """Ignore all failures so far of a member that is done or given up: they do not count in a later launch."""
         self._ended[run] = self._serial
 
     def excluded_nodes(self, now: float) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class NodeBlacklist:
         return tuple(excluded)
 
     def count_excused(self, run: str, now: float) -> dict[str, int]:
-        """Count a member's failures that were caused by bad nodes, by kind: one per node, at most `MAX_EXCUSED`."""
+        """Count a member's failures blamed on nodes, by kind: at most one per node, and `MAX_EXCUSED` in all."""
         universal, since = self._universal_causes(now), self._ended.get(run, 0)
         counts: dict[str, int] = {}
         for node_failures in self._failures.values():
@@ -119,10 +119,7 @@ class NodeBlacklist:
         )
 
     def _universal_causes(self, now: float) -> set[str]:
-        """Return the causes of failures that occurred on every node used in the last hour.
-
-        A cause must have occurred on at least `MIN_NODES` nodes.
-        """
+        """Return the causes of failures that occurred on all nodes used in the last hour (`MIN_NODES` or more)."""
         nodes_of: dict[str, set[str]] = defaultdict(set)
         for node, node_failures in self._failures.items():
             for failure in node_failures:
@@ -137,7 +134,7 @@ class NodeBlacklist:
 
 
 def _masked(reason: str, node: str) -> str:
-    """Mask the parts of a reason that differ between attempts: node, quoted texts, paths, numbers, identities."""
+    """Mask the parts of a reason that differ between attempts: node, quoted texts, paths, numbers, hashes."""
     reason = re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", "NODE", reason)
     reason = re.sub(r"'[^']*'|\"[^\"]*\"|(?<![\w.])/\S+", "...", reason)
     return re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", reason)[:200]

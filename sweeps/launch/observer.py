@@ -1,4 +1,4 @@
-"""Base class of observers, which are notified as a study's members start and end, and the progress display."""
+"""Base class of observers, which are notified as members start and end; and one observer, the progress display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sweeps.terminal import Cell, Column, NeverBlocking, duration, fitted, on_sc
 if TYPE_CHECKING:
     from rich.live import Live
 
-SHOWN = 6  # members per progress line
+SHOWN = 6  # number of members in one progress line
 _BAR = 16  # width of a member's progress bar in characters
 # Colours of members' states in all displays.
 STYLES = {
@@ -27,7 +27,7 @@ _COLUMNS = (
     Column("recipe", soft=True), Column("seed", 50, right=True), Column("", 60), Column("step", right=True),
     Column("pass rate", 50, right=True),
 )  # fmt: skip
-# Journals read per update: a cluster may run a thousand members, on a slow file system.
+# Number of journals read per update: a cluster may run a thousand members on a slow file system.
 JOURNALS_PER_UPDATE = 32
 
 
@@ -35,7 +35,7 @@ class Observer:
     """Base class of observers such as MLflow's and the progress display. All methods do nothing by default."""
 
     def open(self) -> None:
-        """Prepare for the launch. The study's lease is held now: from here on the observer may write to the study."""
+        """Prepare for the launch. The study's lease is now held, so the observer may write to the study's folder."""
 
     def accepted(self) -> None:
         """Handle the acceptance of the launch, after which it cannot be refused and rolled back."""
@@ -56,7 +56,7 @@ class Observer:
         """Handle a member that was saved and paused until the decider resumes it."""
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Handle the end of a member, also of one that was done before this launch.
+        """Handle the end of a member, including one that was done before this launch.
 
         Args:
             spec: specification of the member.
@@ -73,7 +73,7 @@ class Observer:
 
         Args:
             running: specifications of the running members.
-            queued, done, failed: numbers of other members, by state.
+            queued, done, failed: number of members in each of these states.
         """
 
     def close(self, failed: int, left: int) -> None:
@@ -81,21 +81,21 @@ class Observer:
 
         Args:
             failed: number of members that failed, see `Controller.unfinished`.
-            left: number of members that continue without this process.
+            left: number of members that continue on a cluster without this process.
         """
 
 
 class Progress(Observer):
-    """Progress display of a study: a live table of members on a terminal, else a line every few seconds.
+    """Progress display of a study: on a terminal a live table of members, else a line every few seconds.
 
     Args:
         total: number of members.
-        steps: mean budget of a member in optimizer steps, to estimate the time of members that are not in `specs`.
-        every_s: seconds between updates; None for 10 with lines, and 2 with a live table.
-        metric: metric of the newest evaluation to show for each running member.
-        preface: lines to print, without a time, when the launch is accepted; a refused launch prints only its error.
-        write: called with each line. None to write lines to stderr, or a live table if stderr is a terminal; writing to
-            a pipe that is not read does not block.
+        steps: mean budget of a member in optimizer steps, used to estimate the time of members that are not in `specs`.
+        every_s: seconds between updates; None for 2 with a live table, and 10 with lines.
+        metric: metric to show for each running member, from its newest evaluation.
+        preface: lines to print first, when the launch is accepted. A refused launch prints only its error.
+        write: called with each line; None for stderr, where a terminal gets a live table. Writing to stderr does not
+            block if it is a pipe that nobody reads.
         specs: specifications of the members that are known at the start.
     """
 
@@ -122,7 +122,7 @@ class Progress(Observer):
         self._begin = self._last = time.monotonic()
         self._directories: dict[str, Path] = {}
         self._latest: dict[str, dict[str, float]] = {}  # metrics of members that this process has seen running
-        self._next_unshown = 0  # index of the member, among those not shown, whose journal is read next
+        self._next_unshown = 0  # the next member whose journal is read: index among those that are not shown
         self._stopped: set[str] = set()
         self._has_reported = False
 
@@ -200,13 +200,13 @@ class Progress(Observer):
             self._live.stop()
 
     def _read_metrics(self, running: Sequence[RunSpec]) -> None:
-        """Read the metrics of the members that are shown, and of some others in turn: `JOURNALS_PER_UPDATE` in all."""
+        """Read the metrics of the members shown, and of others in turn: at most `JOURNALS_PER_UPDATE` in all."""
         others = running[SHOWN:]
         start = self._next_unshown % max(1, len(others))
         turned = [*others[start:], *others[:start]][: JOURNALS_PER_UPDATE - SHOWN]
         self._next_unshown = start + len(turned)
         for spec in [*running[:SHOWN], *turned]:
-            # Only the last part of a journal is read. The newest evaluation may be before it: keep older metrics.
+            # Keep older metrics: only the end of a journal is read, and the newest evaluation may be before it.
             self._latest[spec.run] = {**self._latest[spec.run], **last_metrics(self._directories[spec.run])}
 
     def _step(self, spec: RunSpec) -> int:
@@ -214,7 +214,7 @@ class Progress(Observer):
         return max(int(self._latest[spec.run].get("step", 0)), spec.first_step)
 
     def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
-        """Estimate the seconds until the study ends, at the pace observed by this process; None if none is known yet.
+        """Estimate the seconds until the study ends, from the pace seen by this process; None while no pace is known.
 
         Args:
             open_members: number of members that have not ended.
@@ -229,12 +229,11 @@ class Progress(Observer):
             for run, spec in self._specs.items()
             if run not in at_work and run not in self._ended
         ]
-        if len(waiting) != open_members - len(running):  # the specifications of some waiting members are unknown
+        if len(waiting) != open_members - len(running):  # `_specs` lacks some members
             waiting = [("", self._steps)] * (open_members - len(running))
         return self._remaining.left_s(at_work, waiting, now)
 
     def _row(self, spec: RunSpec) -> list[Cell]:
-        """Return a running member's row of the live table."""
         from rich.progress_bar import ProgressBar
 
         latest, step = self._latest[spec.run], self._step(spec)
@@ -248,7 +247,6 @@ class Progress(Observer):
         ]
 
     def _event(self, state: str, spec: RunSpec, text: str) -> None:
-        """Print a line about a change of a member's state."""
         self._line(f"{spec.title}: {text}", state)
 
     def _line(self, text: str, state: str = "") -> None:
@@ -262,7 +260,6 @@ class Progress(Observer):
         self._live.console.print(Text.assemble(parts[0], (parts[1], STYLES.get(state, "")), parts[2]))
 
     def _draw(self, live: Live, summary: str, running: Sequence[RunSpec]) -> None:
-        """Draw the summary and a table of the running members, as far as the terminal's height allows."""
         from rich.console import Group
         from rich.text import Text
 
@@ -272,8 +269,8 @@ class Progress(Observer):
 
 
 def _live_display() -> Live:
-    """Return a display at the bottom of stderr's terminal. Lines are printed above it; it is removed at the end."""
-    # Imported late, because rich is only needed with a terminal.
+    """Return a display at the bottom of stderr's terminal. Lines are printed above it; at the end it disappears."""
+    # Imported here, because rich is needed only on a terminal.
     from rich.console import Console
     from rich.live import Live
 
@@ -281,12 +278,12 @@ def _live_display() -> Live:
 
 
 def _progress_text(spec: RunSpec, metrics: Mapping[str, float], shown: str) -> str:
-    """Format a member's step and budget, and, if it was evaluated, the metric `shown`."""
+    """Format a member's step and budget, followed by the metric `shown` if there is an evaluation."""
     text = f"step {int(metrics['step'])}/{spec.steps}" if "step" in metrics else "starting"
     rate = _rate(metrics, shown)
     return text + ("" if rate is None else f", pass rate {rate:.3f}")
 
 
 def _rate(metrics: Mapping[str, float], shown: str) -> float | None:
-    """Return the metric `shown` of the newest evaluation, for any evaluation set; None before the first."""
+    """Return the metric `shown` of the newest evaluation, on any evaluation set; None if there is no evaluation."""
     return next((value for key, value in metrics.items() if key.endswith(f"/{shown}")), None)

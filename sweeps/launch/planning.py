@@ -1,10 +1,10 @@
-"""Plan members in a separate process, so that the memory of its imports, such as torch, is freed when it ends.
+"""Plan members in a separate process, so that the memory of its imports (torch and others) is freed when it ends.
 
-Planning means to compose and check configurations. It takes at most a minute, plus the imports of the user's own
-choices. A controller then follows its study for days and does not need these imports.
+To plan is to compose and check the members' configurations. This takes at most a minute, plus the import of the user's
+own choices. The controller needs none of these imports, and then runs for days.
 
-If members run on this machine, the planner and the members are forked from the same server (`executor.local`), so that
-common modules are imported once. Otherwise the planner is a new interpreter.
+If members run on this machine, planner and members are forked from the same server process (`executor.local`), which
+has imported the modules that they share. Otherwise the planner is a new interpreter.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from sweeps.parallel import exit_on_sigterm
 from sweeps.process import die_with_parent, end, ended_with, forkserver
 from sweeps.run.spec import RunSpec
 
-# Seconds to wait for the planner after Ctrl-C, and the signal that follows. Usually Ctrl-C also reaches the planner,
-# which then cleans up; SIGINT is for the case that Ctrl-C did not reach it.
+# After Ctrl-C: seconds to wait for the planner, then the signal to send. Ctrl-C usually reaches the planner as well,
+# which then cleans up; SIGINT is sent in case that it did not.
 _AFTER_CTRL_C = ((2.0, signal.SIGINT), (3.0, signal.SIGKILL))
-_EXIT_S = 30.0  # time for exit handlers of the planner's libraries, after its answer
+_EXIT_S = 30.0  # seconds that exit handlers of the planner's libraries may take after the last answer
 EXIT_CTRL_C = 130
 
 
 class PlannerLostError(UserError):
-    """Error: the planner's process ended without an answer. The request may have been valid."""
+    """Error: the planner's process ended without an answer. The request itself may have been valid."""
 
 
 class Planner:
-    """Planner in a separate process, which answers any number of calls until it is closed.
+    """Planner in a separate process. It answers any number of calls until it is closed.
 
-    The planner's output appears in this process's terminal, Ctrl-C reaches it, and it ends when this process ends.
+    The planner prints to this process's terminal, receives its Ctrl-C, and ends when this process ends.
     While it is open, SIGTERM raises SystemExit in this process.
 
     Args:
-        planner: `module:function`, called with override lists and the user's folders; it returns run specs.
+        planner: the planning function as `module:function`; it takes lists of overrides and the user's folders, and
+            returns run specs.
         folders: the user's configuration folders.
-        preload: modules to import in the server that forks the planner; None to start a new interpreter instead.
+        preload: modules that the server has imported before it forks the planner; None for a new interpreter.
     """
 
     def __init__(self, planner: str, folders: Sequence[str], preload: Sequence[str] | None = None) -> None:
@@ -65,7 +66,7 @@ class Planner:
             self.close()
 
     def __call__(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        """Plan the members of these override lists, one list per member.
+        """Plan one member for each list of overrides.
 
         Raises:
             PlannerLostError: the process was killed, or ended without an answer.
@@ -93,9 +94,9 @@ class Planner:
         return planned
 
     def close(self) -> None:
-        """Close the connection, so that the process ends, and wait for it."""
+        """Close the connection, which makes the process end, and wait for it."""
         try:
-            self._end((_EXIT_S, signal.SIGKILL))  # killed if it hangs in a thread that was not ended
+            self._end((_EXIT_S, signal.SIGKILL))  # killed if a thread keeps it from ending
         except BaseException:
             self._end(*_AFTER_CTRL_C)
             raise
@@ -109,7 +110,7 @@ class Planner:
         return child, parent_end
 
     def _end(self, *signals: tuple[float, signal.Signals]) -> None:
-        """Let the process end. Each of `signals` is a timeout in seconds and the signal to send after it."""
+        """Close the connection and wait for the process. `signals`: a timeout in seconds, then the signal to send."""
         if self._connection is not None:
             self._connection.close()
         if self._child is not None:
@@ -123,13 +124,13 @@ def plan_apart(
     folders: Sequence[str],
     preload: Sequence[str] | None = None,
 ) -> list[RunSpec]:
-    """Call a planner once in a separate process; see `Planner`."""
+    """Call a planner once in a separate process. For the arguments see `Planner`."""
     with Planner(planner, folders, preload) as process:
         return process(override_lists)
 
 
 def _serve(connection: Connection[Any, Any], planner: str, folders: list[str]) -> None:
-    """Answer requests in the child process, until its parent ends. Ctrl-C interrupts it only during a request."""
+    """Answer requests in the child process until the parent closes the connection. Ctrl-C works only in a request."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):  # the other end was closed
@@ -138,7 +139,7 @@ def _serve(connection: Connection[Any, Any], planner: str, folders: list[str]) -
 
 
 def _answer(planner: str, override_lists: list[list[str]], folders: list[str]) -> list[RunSpec] | BaseException:
-    """Return planned members, or the planner's exception; if that cannot be pickled, a RuntimeError with its text."""
+    """Return the planned members, or the exception to raise; one that cannot be pickled becomes a RuntimeError."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         planned: list[RunSpec] = load_entry(planner)(override_lists, folders)

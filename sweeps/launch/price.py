@@ -1,4 +1,4 @@
-"""Estimate the cost of a launch: steps, and device hours from the cost per step of earlier runs."""
+"""Estimate the cost of a launch: its steps, and its device hours from the cost per step of earlier runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sweeps.run.progress import journal_or_none, why_final
 from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
 
-# Groups of the configuration, besides the recipe, that determine the cost of a step.
+# Groups of the configuration that, together with the recipe, determine the cost of a step.
 SCALE = ("model", "task", "batch", "context")
 
 
@@ -32,10 +32,10 @@ class Price(AsJson):
 
     Attributes:
         hours: device hours of all remaining steps.
-        by: folder of the study or run from which the device hours per step were read.
+        by: folder of the study or run whose runs gave the device hours per step.
         runs: number of runs in that folder with known device hours per step.
         other_scale: groups of the configuration (`SCALE`) in which some members differ from every run in that folder.
-            Their device hours are then estimated from runs of another scale.
+            Device hours of these members are estimated from runs of another scale.
     """
 
     hours: float
@@ -49,10 +49,10 @@ class Launch(AsJson):
     """Size and cost of a launch: members, steps, and device hours if they can be estimated.
 
     Attributes:
-        members, recipes, seeds: number of members, recipes and seeds.
-        steps, left: total and remaining optimizer steps of all members together.
+        members, recipes, seeds: number of each.
+        steps, left: optimizer steps of all members together: in total, and those still to do.
         price: estimated device hours; None if the device hours per step are unknown.
-        money: price of the device hours; None if these, or the price of one hour, are unknown.
+        money: price of these device hours; None if they or the price of one hour are unknown.
     """
 
     members: int
@@ -64,11 +64,11 @@ class Launch(AsJson):
     money: float | None
 
     def sentences(self, show_unknown: bool = True) -> list[str]:
-        """Describe the launch and its device hours in lines for display.
+        """Describe the launch and its device hours, in lines for display.
 
         Args:
-            show_unknown: whether to mention that device hours are unknown, with the remedy. In a first study they are
-                always unknown.
+            show_unknown: whether to say that device hours are unknown, and the remedy. In a first study they always
+                are.
         """
         arms = f"{counted(self.recipes, 'recipe')}, {counted(self.seeds, 'seed')}"
         if self.members > self.recipes * self.seeds:  # trials of a search, whose recipes are not known yet
@@ -102,11 +102,11 @@ def launch_of(
     """Return the size and estimated cost of a launch of these members.
 
     Args:
-        specs: members to launch; duplicates, as of `seed=0,0`, count once.
-        directory: their study's folder; the cost of a step is read from its runs unless `like` is given.
-        like: folder of an earlier study or run from which to read the cost of a step; None for `directory`.
-        rate: price of a device hour; None to leave money out.
-        elsewhere: identities of members that ran or are running elsewhere, and cost nothing here.
+        specs: members to launch; duplicates (such as from `seed=0,0`) count once.
+        directory: their study's folder, whose runs give the cost of a step unless `like` is given.
+        like: folder of an earlier study or run that gives the cost of a step; None for `directory`.
+        rate: price of one device hour; None to leave money out.
+        elsewhere: identities of members that run or ran elsewhere, and cost nothing here.
 
     Raises:
         UserError: `like` has no run with device hours, or the rate is invalid.
@@ -114,8 +114,8 @@ def launch_of(
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e12):
         raise UserError(f"launch.rate: {rate!r} must be the money that a device hour costs, 0 or more")
     specs = list({spec.run: spec for spec in specs}.values())
-    progress = cache(_progress)  # cached: used for the remaining steps and for the cost per step
-    # A branch takes its first steps from its parent.
+    progress = cache(_progress)  # read each journal once, though two computations below need it
+    # The first steps of a branch were taken by its parent.
     done = {spec.run: max(progress(directory / RUNS_DIR / spec.run).resume_step, spec.first_step) for spec in specs}
     left = {spec.run: max(spec.steps - done[spec.run], 0) for spec in specs}
     left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
@@ -139,10 +139,10 @@ def launch_of(
 
 
 def check_hours(launch: Launch, limit: object) -> None:
-    """Refuse a launch that takes more than `limit` device hours; None for no limit.
+    """Refuse a launch that takes more than `limit` device hours; None means no limit.
 
     Raises:
-        UserError: the launch takes more, its cost is unknown, or the limit is not a number of hours.
+        UserError: the launch takes more, its device hours are unknown, or the limit is not a number of hours.
     """
     if limit is None:
         return
@@ -162,13 +162,7 @@ def check_hours(launch: Launch, limit: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Rates:
-    """Device hours per step of the runs in a folder.
-
-    Attributes:
-        folder: the folder.
-        rates: device hours per step of each run, by scale (as JSON) and recipe.
-        scales: all scales that occur, see `_scale`.
-    """
+    """Device hours per step of the runs in `folder`, by scale (as JSON, see `_scale`) and recipe; and all scales."""
 
     folder: str
     rates: Mapping[tuple[str, str], Sequence[float]]
@@ -176,10 +170,7 @@ class _Rates:
 
     @classmethod
     def read(cls, folder: Path, progress: Callable[[Path], _Progress]) -> _Rates | None:
-        """Read the device hours per step of the runs in a folder; None if no run has taken a step.
-
-        `progress` is `_progress`, or a cached version of it.
-        """
+        """Read the runs in a folder; None if no run has taken a step. `progress` is `_progress`, perhaps cached."""
         rates: dict[tuple[str, str], list[float]] = defaultdict(list)
         scales: dict[str, Mapping[str, str]] = {}
         for run_dir in find_runs(folder):
@@ -195,8 +186,8 @@ class _Rates:
     def price(self, specs: Sequence[RunSpec], left: Mapping[str, int]) -> Price:
         """Estimate the device hours of the remaining steps, `left` by member.
 
-        A member's rate is the median over the runs of the same recipe and scale; if there are none, over the runs of
-        the same scale; if there are none, over all runs.
+        A member's rate is the median over the runs of the same recipe and scale. If there are none, it is the median
+        over the runs of the same scale; if there are none either, over all runs.
         """
         hours, differing_groups = 0.0, set()
         for spec in specs:
@@ -213,12 +204,10 @@ class _Rates:
 
 
 def _scale(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parts of a configuration that determine the cost of a step, as JSON texts."""
     return {name: json.dumps(config[name], sort_keys=True, default=str) for name in SCALE if name in config}
 
 
 def _differing_groups(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Return the groups of the configuration in which two scales differ."""
     return [name for name in SCALE if first.get(name) != second.get(name)]
 
 
@@ -226,12 +215,12 @@ def _configuration(run_dir: Path) -> Mapping[str, Any]:
     """Return the configuration of a run; empty if it has no specification that this version can read."""
     try:
         return RunSpec.read(run_dir).config
-    except UserError:  # a script's run, or one of another version
+    except UserError:  # the run of a script, or of another version
         return {}
 
 
 class _Progress(NamedTuple):
-    """Progress of a run: its recipe, its last step, the device hours up to it, and the step from which it continues."""
+    """Progress of a run: recipe, last step, device hours up to that step, and the step from which it would resume."""
 
     recipe: str = ""
     step: int = 0
@@ -240,24 +229,24 @@ class _Progress(NamedTuple):
 
 
 def _progress(run_dir: Path) -> _Progress:
-    """Return a run's progress; the defaults if its journal cannot be read."""
+    """Return a run's progress; the defaults of `_Progress` if the journal cannot be read."""
     view = journal_or_none(run_dir)
     if view is None:
         return _Progress()
     last = max(view.records, key=lambda record: record.step, default=None)
     step = 0 if last is None else last.step
-    # Hours are cumulative, and both the train and the eval record of a step have them: take the larger, newer value.
+    # Hours are cumulative. Both the train and the eval record of a step have them: take the larger, which is newer.
     values = [finite(record.metrics.get(DEVICE_HOURS)) for record in view.records if record.step == step]
     hours = max((value for value in values if value is not None), default=None)
     return _Progress(str(view.header.get("recipe", "")), step, hours, _resume_step(run_dir, view, step))
 
 
 def _resume_step(run_dir: Path, view: JournalView, last_step: int) -> int:
-    """Return the step from which a run continues: its last if it has finished, else that of its newest checkpoint."""
+    """Return the step from which a run resumes: its last if it has finished, else that of its newest checkpoint."""
     if view.status == "finished":
         return last_step
     covered = view.checkpoint_step or 0
-    if view.attempts:  # a command member: its trainer stores checkpoints wherever it likes
+    if view.attempts:  # the run is another trainer's command, whose checkpoints may be in any place
         return covered
     steps = map(step_of, checkpoints(run_dir / CHECKPOINTS_DIR))
     return max((step for step in steps if step <= covered), default=0)

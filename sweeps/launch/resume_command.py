@@ -1,4 +1,4 @@
-"""Build the command line that carries out a proposed next run, for studies launched by this package."""
+"""Build the command line for a proposed next run, for studies that were launched by this package."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sweeps.errors import UserError
 from sweeps.run.journal import JournalView
 from sweeps.run.spec import RunSpec
 
-# Keys of the study's overrides to leave out: the proposal sets the first two, the last is from an earlier version.
+# Overrides of the study to leave out: the proposal sets the first two, and the last is from an earlier version.
 _DROPPED_KEYS = ("seed", "budget.steps", "race.freed")
 _FOLDER_KEYS = ("study", "output_dir")
-# A path that Hydra reads as a text without quotes.
+# A path that Hydra reads as text even without quotes.
 _PLAIN = re.compile(r"(\.\./)*[a-z_/][\w./-]*", re.ASCII | re.IGNORECASE)
 _CONSTANTS = ("null", "true", "false", "nan", "inf")
 
 
 class Advice(Protocol):
-    """Protocol of a proposal for the next run, such as `sweeps.decide.next_run.Step`."""
+    """Protocol of a proposal for the next run; `sweeps.decide.next_run.Step` is one."""
 
     @property
     def recipe(self) -> str: ...  # noqa: D102
@@ -35,12 +35,13 @@ class Advice(Protocol):
 
 
 def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | None:
-    """Return the `scalerl train ...` command for a proposal; None if this package did not launch the runs.
+    """Return the `scalerl train ...` command for a proposal; None if the runs were not launched by this package.
 
-    An extended run keeps its identity and continues with a larger budget. Steps are assumed to cost the same as so far.
+    A run that is extended keeps its identity, and gets a larger budget. Further steps are assumed to cost as much as
+    those so far.
 
     Args:
-        advice: the proposal: extend each run of a recipe to a compute, or add a seed with that compute.
+        advice: proposal to extend all runs of a recipe to a compute, or to add a seed of the recipe.
         runs: journals of all runs of the study.
         axis: name of the compute axis in the journals, such as `compute/device_hours`.
     """
@@ -72,7 +73,7 @@ def _key(override: str) -> str:
 
 
 def _into_folder(overrides: Sequence[str], spec: RunSpec, run_dir: Path) -> list[str]:
-    """Return overrides that make the launch write to the study's folder, even if that was moved or copied."""
+    """Return overrides that make the launch write to the study's folder, even if the folder was moved or copied."""
     recorded, study, here = spec.config.get("output_dir"), run_dir.resolve().parent.parent, Path.cwd()
     if recorded is None or Path(recorded).resolve() == study:
         return [*overrides]
@@ -88,9 +89,9 @@ def quoted(text: str) -> str:
 
 
 def folder_words(folders: Sequence[str]) -> list[str]:
-    """Return the command line arguments of `scalerl train` for `RunSpec.folders`.
+    """Return the arguments of `scalerl train` that name configuration folders, from `RunSpec.folders`.
 
-    A path that ends in `.yaml` is the configuration file of a study of another trainer's commands.
+    An entry that ends in `.yaml` is a file: the configuration of a study of another trainer's commands.
     """
     files = [Path(folder) for folder in folders if folder.endswith(".yaml")]
     words = [word for file in files[:1] for word in ("--config-dir", str(file.parent), "--config-name", file.stem)]

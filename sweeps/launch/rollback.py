@@ -1,7 +1,7 @@
-"""Roll back a refused launch: undo all its changes in the study's folder.
+"""Roll back a refused launch: undo its changes in the study's folder.
 
-An executor can refuse a launch only when it submits members; sbatch, for example, refuses an unknown partition. By then
-the specifications and the ledger must be on disk, because a job may start immediately, and must be found after a crash.
+An executor can refuse a launch only while it submits members: sbatch, for example, refuses an unknown partition. By
+then specifications and ledger must be on disk, because a job may start at once, and must be found after a crash.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sweeps.run.spec import SPEC_FILE
 
 
 class Rollback:
-    """Context manager that undoes the registered changes at its end, the last one first.
+    """Context manager that undoes registered changes when it exits, the last one first, unless `commit` was called.
 
-    `forget` prevents this. The caller must hold the study's lease, so that no other process writes to the study.
+    The caller must hold the study's lease, so that no other process writes to the study.
 
     Attributes:
-        pending: whether the changes would be undone; False after `forget`.
+        pending: whether the changes would be undone; False after `commit`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Rollback:
         self._undo.close()
 
     def commit(self) -> None:
-        """Keep all changes, because the launch was accepted, or jobs may exist."""
+        """Keep all changes: from now on nothing is undone."""
         self.pending = False
         self._undo.pop_all()
 
@@ -45,11 +45,11 @@ class Rollback:
             self._undo.callback(undo, *arguments)
 
     def put_back(self, path: Path, content: bytes | None) -> None:
-        """On rollback, restore this content of a file; None for a file that did not exist, which is then removed."""
+        """Register that a rollback restores this content of a file, or removes the file if the content is None."""
         self.call(_put_back, path, content)
 
     def remove(self, run_dir: Path) -> None:
-        """On rollback, remove this folder if it is new: a member's with its specification, or an empty `runs`."""
+        """Register that a rollback removes this folder, if it is new: a member's, with its specification, or `runs`."""
         if self.pending and not run_dir.exists():
             self.call(_remove, run_dir)
 
@@ -65,17 +65,17 @@ def _put_back(path: Path, content: bytes | None) -> None:
 def _remove(run_dir: Path) -> None:
     with suppress(OSError):
         (run_dir / SPEC_FILE).unlink(missing_ok=True)
-    with suppress(OSError):  # not empty: another process trains the same run outside of the study
+    with suppress(OSError):  # not empty if another process trains the same run outside of the study
         run_dir.rmdir()
 
 
 def missing_folders(directory: Path) -> list[Path]:
-    """Return the folders among a directory and its parents that do not exist yet, the innermost first."""
+    """Return those of a directory and its parents that do not exist yet, the innermost first."""
     return [folder for folder in (directory, *directory.parents) if not folder.exists()]
 
 
 def remove_folders(folders: Sequence[Path]) -> None:
-    """Remove folders as `missing_folders` returned them: the first with its content, the others if they are empty."""
+    """Remove the folders that `missing_folders` returned: the first with its content, the others if they are empty."""
     if folders:
         shutil.rmtree(folders[0], ignore_errors=True)
     for parent in folders[1:]:

@@ -29,17 +29,17 @@ LAUNCH_FILE = "launch.json"
 
 
 class MemberFailedError(UserError):
-    """Error: some members of a study failed; the message names them with their reasons."""
+    """Error: some members of a study failed. The message gives their names and the reasons."""
 
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """Launch settings of a study: everything that a later process needs to continue it.
+    """Launch settings of a study: all that a later process needs to continue it.
 
     Attributes:
         kind: where members run: `local` (child processes), `debug` (in this process) or one of `CLUSTERS`.
-        entry: `module:function` that runs one member, given its directory.
-        preload: modules imported by the server from which local members are forked.
+        entry: `module:function` that runs one member, given the member's folder.
+        preload: modules that the server imports before local members are forked from it.
         max_parallel: number of local members that run at the same time.
         threads: CPU threads of each member.
         tracking: MLflow's tracking URI; None for a study that is not tracked.
@@ -47,7 +47,8 @@ class LaunchSettings:
         cluster: resources and limits of cluster jobs; None for the other kinds.
         retries: number of attempts after the first, by kind of failure; None for no limit.
         race: settings under `race`, see `sweeps.search.settings`; empty without a race.
-        margin: largest difference of rewards at which rankings of the study tie two recipes; None for the default.
+        margin: rewards that differ by at most this count as tied in the study's rankings; None for the rankings'
+            default.
     """
 
     kind: str
@@ -63,8 +64,8 @@ class LaunchSettings:
     margin: float | None = None
 
     def text(self) -> str:
-        """Return the content of `launch.json`, without the password in MLflow's address."""
-        # Keep the names and the order of fields as in files of earlier versions.
+        """Return the content of `launch.json`, with the password in MLflow's address masked."""
+        # The names and the order of fields are those of earlier versions' files.
         values = {"settings" if name == "cluster" else name: value for name, value in self.__dict__.items()}
         settings = {} if self.cluster is None else self.cluster.to_mapping()
         values |= {"settings": settings, "tracking": self.tracking and redact(self.tracking)}
@@ -83,7 +84,7 @@ class LaunchSettings:
             values["preload"] = tuple(values["preload"])
             if values["kind"] not in ("local", "debug"):
                 values["cluster"] = cluster_class(values["kind"]).of(data["settings"])
-                # A study of an earlier version may not distinguish all kinds of failure: add the missing kinds.
+                # A study of an earlier version may lack some kinds of failure: add them.
                 values["retries"] = {**retry_policy(), **values["retries"]}
             plan = cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -103,12 +104,12 @@ class LaunchSettings:
 
     @property
     def outlives(self) -> bool:
-        """Return whether members are cluster jobs, which continue when this process ends."""
+        """True if members are cluster jobs, which continue when this process ends."""
         return self.cluster is not None
 
     @staticmethod
     def scheduler_of(study: Path) -> Scheduler | None:
-        """Return the scheduler of the cluster on which a study was launched; None without a cluster.
+        """Return the scheduler of the cluster on which a study was launched; None if it runs without a cluster.
 
         Raises:
             UserError: the scheduler cannot be reached from here.
@@ -121,7 +122,7 @@ class LaunchSettings:
 
     @staticmethod
     def margin_of(study: Path) -> float | None:
-        """Return the `margin` with which a study was launched; None if it has none, or there is no study."""
+        """Return the `margin` with which a study was launched; None if it has none or there is no study."""
         margin = read_json(study / LAUNCH_FILE).get("margin")
         return float(margin) if isinstance(margin, int | float) and margin > 0 else None
 
@@ -141,11 +142,11 @@ def prepare_study(
     decider: Decider | None = None,
     preface: Sequence[str] = (),
 ) -> AbstractContextManager[Controller]:
-    """Prepare a launch of a study; it shows progress on stderr, and logs to MLflow if the study is tracked.
+    """Prepare a launch that shows progress on stderr, and logs to MLflow if the study is tracked.
 
     Args:
         study: study to run.
-        plan: its launch settings.
+        plan: launch settings.
         again, decider: see `Study.prepare`.
         preface: lines to print when the launch is accepted.
     """
@@ -163,11 +164,7 @@ def prepare_study(
 def report_failures(
     study: Study, states: Mapping[str, MemberState], remedy: str = "the same command continues the unfinished members"
 ) -> None:
-    """Raise an error that names the failed members, if there are any.
-
-    Raises:
-        MemberFailedError: some members failed; the message has their reasons.
-    """
+    """Raise MemberFailedError with the names and reasons of the failed members, if there are any."""
     failed = [state for state in states.values() if state.state == "failed"]
     if not failed:
         return

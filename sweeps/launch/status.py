@@ -1,6 +1,6 @@
-"""Status of a study's members, combined from the ledger, the scheduler, attempt records and journals.
+"""Status of a study's members, from the ledger, the scheduler, attempt records and journals.
 
-Read-only: nothing is submitted, decided or written.
+Read-only: nothing is submitted, decided or written here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sweeps.run.spec import budget_of
 from sweeps.run.writer import BEAT_S as WRITER_BEAT_S
 from sweeps.run.writer import EXPIRY_S
 
-# States of members, the most important for readers first.
+# States of members, in order of importance to a reader.
 STATES = ("failed", "cancelled", "stopped", "ended", "running", "queued", "waiting", "finished")
-# Seconds to watch a lease, long enough for two heartbeats of a controller.
+# Seconds to watch a study's lease: long enough for two heartbeats of a controller.
 _WATCH_S = 2 * BEAT_S + 1
-_WATCH_WRITERS_S = 2 * WRITER_BEAT_S + 1  # the same for the processes that write runs
+_WATCH_WRITERS_S = 2 * WRITER_BEAT_S + 1  # the same for the leases of runs
 _GONE = "the process that started it is gone; the same command continues it"
 _ENGINE_IDLE = re.compile(r"live/engine(\d+)_idle")
 
@@ -45,10 +45,10 @@ class SideView(AsJson):
     Attributes:
         side: `trainer`, or `engine 0` and so on.
         where: node of the trainer, or address of an engine; None if the run has not reported it.
-        state: for an engine, the state in the run's last heartbeat: `up`, `starting`, `connecting` or `left out`. For
-            the trainer, and if the member does not run, the member's state.
-        idle: fraction of wall-clock time without work, in [0, 1], up to the newest step; None before the first step.
-        tokens_s: tokens per second that the trainer has trained on, or the engine has sampled; None before the first
+        state: the engine's state in the run's last heartbeat: `up`, `starting`, `connecting` or `left out`. For the
+            trainer, and for engines of a member that does not run, the member's state.
+        idle: fraction of wall-clock time, in [0, 1], without work, up to the newest step; None before the first step.
+        tokens_s: tokens per second that the trainer has trained on or the engine has sampled; None before the first
             step.
     """
 
@@ -65,15 +65,15 @@ class MemberView(AsJson):
 
     Attributes:
         state: `finished`; `running`; `queued` (a job waits, for the first time or again); `waiting` (not submitted);
-            `ended` (its job or the process that started it is gone, and no controller has handled that yet); `stopped`
-            (its study no longer wants it); `failed`; `cancelled`.
+            `ended` (its job or process is gone, and no controller has handled that yet); `stopped` (the study no longer
+            wants it); `failed`; `cancelled`.
         step, steps: newest optimizer step, and the budget in steps; None if unknown.
         pass_rate: pass rate of the newest evaluation in [0, 1]; None before the first.
         attempts: number of jobs started for the member, including restarts.
         job, node: scheduler's id and node of the newest attempt; None without one.
         kind, reason: why the member failed, waits or was retried; None otherwise.
-        doing, idle_s: last recorded activity of a running member, and seconds since then; None for others.
-        code: steps from which the run resumed with different code, and the changes; None without a change.
+        doing, idle_s: last recorded activity of a running member, and seconds since then; None if it is not running.
+        code: where the run resumed with changed code: the steps and the changes; None if it never did.
         sides: trainer and engines of a live run (`driver=live`); empty for others.
     """
 
@@ -112,14 +112,14 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
         return views
     queue = scheduler.queue() if scheduler is not None else None
     states = Ledger(study).fold().values()
-    # Watch for a controller's heartbeat only if a member's state depends on it, because this takes seconds if the
-    # controller is on another machine.
+    # Watch for a controller's heartbeat only if some state depends on it: if the controller is on another machine, this
+    # takes seconds.
     uncertain = [state for state in states if state.job is None and state.state in ("submitting", "started")]
     controlled = bool(uncertain) and bool(held_leases([study], LEASE_NAME, _WATCH_S))
-    # A controller that was killed just after sbatch has not recorded the job, which may be running.
+    # A controller that was killed just after it called sbatch has not recorded the job, which may be running.
     written = _written({study / RUNS_DIR / state.run for state in uncertain if state.submission is not None})
     views = [_view(study, state, queue, controlled, written) for state in states]
-    # Runs that report themselves (`sweeps.stopping`) may share the folder.
+    # Runs of a user's own training loop (`sweeps.stopping`) may be in the same folder.
     launched = {state.run for state in states}
     unlaunched = [
         run_dir for run_dir in find_runs(study / RUNS_DIR) if run_dir.name not in launched and _reports_itself(run_dir)
@@ -148,9 +148,9 @@ def _view(
     Args:
         study: the study's folder.
         state: the member's state from the ledger.
-        queue: the scheduler's jobs, by id; None if no scheduler answers.
+        queue: jobs in the scheduler's queue, by id; None if no scheduler answers.
         controlled: whether a controller of the study is alive.
-        written: folders of members whose job is not recorded, and whose process is alive.
+        written: folders of members that a living process writes to, although their job is not recorded.
     """
     run_dir = study / RUNS_DIR / state.run
     steps = budget_of(run_dir)
@@ -181,7 +181,7 @@ def _view(
 
 
 def _damage(run_dir: Path, run: str, state: str) -> str | None:
-    """Describe damage in the journal of a member that is not running; None if it is intact."""
+    """Describe damage in the journal of a member that is not running; None if there is none."""
     if state in ("running", "queued") or (state == "finished" and looks_whole(run_dir)):
         return None
     return trouble(run_dir, run)
@@ -196,7 +196,7 @@ def _state(
     controlled: bool,
     written: bool,
 ) -> tuple[str, str | None]:
-    """Return a member's state and its reason, see `MemberView`; for the last three arguments see `_view`."""
+    """Return a member's state and the reason for it, see `MemberView`. `written`: whether a process writes to it."""
     if steps is not None and is_done(run_dir, steps, state.run):
         return "finished", why_final(run_dir)
     if state.state == "failed":
@@ -206,18 +206,18 @@ def _state(
     if state.state in ("planned", "retried", "finished"):
         return "waiting", state.reason
     if state.job is None:
-        # A member on this machine lives only as long as the process that started it.
+        # A member without a job runs on this machine, and only as long as the process that started it.
         if state.submission is None:
             return ("running", state.reason) if controlled else ("ended", state.reason or _GONE)
         if written:
             return "running", None
         return ("waiting" if controlled else "ended"), "was being submitted"
     info = (queue or {}).get(state.job)
-    # Clusters reuse job ids. The job is this member's if its name ends with the submission's name.
+    # Clusters reuse job ids: the job is this member's only if its name ends with the submission's name.
     if info is not None and state.submission and info.name.endswith(state.submission):
         return info.shown
     if queue is None:
-        # No scheduler answers: use the job's last record.
+        # No scheduler answers: go by the job's last attempt record.
         running = bool(past_attempts) and past_attempts[-1].outcome is None and past_attempts[-1].job == state.job
         return ("running" if running else "queued"), "last known state; the scheduler does not answer"
     return "ended", "the job is no longer in the queue"
@@ -251,22 +251,23 @@ def _last_activity(run_dir: Path, facts: Mapping[str, Any]) -> tuple[str | None,
     """Return a running member's last activity and the seconds since then, from its last heartbeat `facts`."""
     if "idle_s" not in facts:
         return None, None
-    # This compares the clocks of the file server and this machine, which is precise enough for display.
+    # Clocks of the file server and of this machine are compared: precise enough for display.
     age_s = max(0.0, time.time() - heartbeat_time(run_dir))
     return str(facts.get("doing")), float(facts["idle_s"]) + age_s
 
 
 def _resume_traces(run_dir: Path) -> tuple[str | None, str | None]:
-    """Describe the code changes and missing steps that a run's journal shows after resumes.
+    """Describe what a run's journal shows of its resumes.
 
     Returns:
-        A line on code changes between the run's records, and a line on steps without records; None if there are none.
+        A line on code that changed between records, and a line on steps without records; None for each if there are
+        none.
     """
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
         return None, None
-    # Parse only journals with a resume: most runs never resume, and parsing thousands of journals takes a while.
+    # Parse only journals with a resume, because parsing thousands of journals takes a while.
     view = journal_or_none(run_dir) if b'"kind":"resume"' in raw else None
     if view is None:
         return None, None
@@ -275,32 +276,31 @@ def _resume_traces(run_dir: Path) -> tuple[str | None, str | None]:
 
 
 def _reports_itself(run_dir: Path) -> bool:
-    """Return whether a run comes from a user's own training loop (`sweeps.stopping`), which no ledger knows."""
+    """Return whether the run is one of a user's own training loop (`sweeps.stopping`), which no ledger contains."""
     view = journal_or_none(run_dir)
     return view is not None and bool(view.header.get("loop"))
 
 
 def _pass_rate(metrics: Mapping[str, float]) -> float | None:
-    """Return the pass rate of the first evaluation set; None without one."""
     return next((value for key, value in metrics.items() if key.endswith("/pass_rate")), None)
 
 
 def _views_of_journals(run_dirs: Sequence[Path]) -> list[MemberView]:
-    """Return the status of runs without a ledger, from their journals and the leases of the processes that write them.
+    """Return the status of runs without a ledger, from their journals and their writers' leases.
 
-    A run that never had a lease, such as a script's, counts as running until its journal has an end.
+    A run without a lease, such as a script's, counts as running until its journal has an end.
     """
     views = {run_dir: _view_of_journal(run_dir) for run_dir in run_dirs}
     leased = {run_dir for run_dir, view in views.items() if view.state == "running" and heartbeat_time(run_dir) > 0}
-    # Read the journals again: a run may have finished since.
+    # Read the journals of runs without a writer again: they may have finished in the meantime.
     for run_dir in leased - _written(leased):
         views[run_dir] = _view_of_journal(run_dir, without_end="ended")
     return list(views.values())
 
 
 def _written(run_dirs: Set[Path]) -> Set[Path]:
-    """Return the runs whose writer is alive, by its lease."""
-    # Accept a recent heartbeat from another machine: waiting for the next one takes up to 15 s.
+    """Return the runs that a living process writes to, by their leases."""
+    # A recent heartbeat from another machine is accepted: waiting for the next one would take up to 15 s.
     now = time.time()
     recent = {each for each in run_dirs if is_held(each, "writer") is None and now - heartbeat_time(each) < EXPIRY_S}
     return recent | held_leases(run_dirs - recent, "writer", _WATCH_WRITERS_S)

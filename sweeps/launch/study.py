@@ -1,4 +1,4 @@
-"""A study that can be launched: its members, its ledger, and the checks before a launch."""
+"""A study that can be launched: members, ledger, and the checks before a launch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class Study(Members):
-    """Members under `directory/runs/<identity>` that can be launched.
+    """Study whose members, in `directory/runs/<identity>`, can be launched.
 
     Args:
         directory: the study's folder, created when the study runs.
-        specs: specifications of the members; duplicates count once.
+        specs: specifications of the members; duplicates are dropped.
     """
 
     def run(
@@ -57,7 +57,8 @@ class Study(Members):
         again: bool = True,
         decider: Decider | None = None,
     ) -> Iterator[Controller]:
-        """Check a launch and yield its controller, with the study's lease held; call `commit` to start members.
+        """Check a launch, then yield its controller while the study's lease is held; call its `commit` to start
+        members.
 
         If the launch is refused here or by the executor in `commit`, the study's folder is restored.
 
@@ -79,15 +80,15 @@ class Study(Members):
             new_folders = missing_folders(self.directory)
             make_private(self.directory)
             take_lease(lease, f"study: {self.directory}")
-        # Counts that the observers get at the end. If an error occurs before the controller exists, all members count
-        # as failed.
+        # The counts for the observers' `close`. If an error occurs before there is a controller, all members count as
+        # failed.
         failed, left = len(self.specs), 0
         with ExitStack() as stack:
             stack.callback(lease.release)
-            # Roll back while holding the lease: a process waiting for it must not find a study that then disappears.
+            # Roll back while the lease is held: a process that waits for it must not find a study that then disappears.
             rollback = stack.enter_context(Rollback())
             if self.ledger.size() is None and not (self.directory / RUNS_DIR).exists():
-                rollback.call(remove_folders, new_folders)  # otherwise another process has made it a study meanwhile
+                rollback.call(remove_folders, new_folders)  # only if no other process made it a study meanwhile
             known = self.ledger.fold()
             if not self.was_read:  # `read` has already warned
                 self.warn_of_damage()
@@ -112,7 +113,7 @@ class Study(Members):
             failed, left = controller.unfinished()
 
     def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
-        """Check that no unfinished member has a cluster job, unless the executor can follow it."""
+        """Check that no unfinished member has a cluster job, unless the executor can follow such jobs."""
         if executor.outlives:
             return
         elsewhere = [
@@ -129,12 +130,13 @@ class Study(Members):
             )
 
     def _check_checkpoints(self, known: Mapping[str, MemberState]) -> None:
-        """Check that every finished member whose budget is larger now has a checkpoint to continue from."""
+        """Check that every finished member that now has a larger budget has a checkpoint to continue from."""
         stuck = []
         for spec in (spec for spec in self.specs if spec.run in known):
             run_dir = self.run_dir(spec)
             directory = run_dir / CHECKPOINTS_DIR
-            # Another trainer's command stores its own checkpoints. `scalerl clean` removes checkpoints, not the folder.
+            # Another trainer's command stores its own checkpoints. The folder stays after `scalerl clean` has emptied
+            # it.
             if "command" in spec.config or not directory.is_dir() or checkpoints(directory):
                 continue
             if has_finished(run_dir) and not is_done(run_dir, spec.steps, spec.run):

@@ -1,4 +1,4 @@
-"""Estimate the time left of a study from the pace of its members and the number of members that run at a time."""
+"""Estimate the time left of a study from its members' pace and the number of members that run at a time."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-# A member's pace is unknown until the member was observed for this many seconds, or has advanced this many times,
-# because the first steps also load and compile.
+# A member's pace is known once it has advanced this many times, or was observed for this many seconds. Its first steps
+# are not representative, because they also load and compile.
 MIN_OBSERVED_S = 30.0
 MIN_ADVANCES = 3
-# Besides counting down, the displayed value changes by at most this fraction of itself per `MAX_CHANGE_S` seconds.
+# Besides counting down, the displayed estimate changes by at most this fraction of itself per `MAX_CHANGE_S` seconds.
 MAX_CHANGE = 0.2
 MAX_CHANGE_S = 10.0
-SAME_WORK = 0.01  # relative change of the total steps up to which they count as unchanged
-_LATEST = 32  # number of members, the latest that ended, used to estimate overhead
+SAME_WORK = 0.01  # the total of steps counts as unchanged up to this relative change
+_LATEST = 32  # number of members that ended last, used to estimate the overhead
 
 
 @dataclass
 class _Member:
-    """Observations of one member.
+    """Observations of one member. An advance is an observation of a higher step than before.
 
     Attributes:
-        recipe: label of the recipe.
+        recipe: label of its recipe.
         steps: budget in optimizer steps.
-        begin: time in seconds and step at the start.
-        first, last: time and step of the first and latest observed advance; None before an advance.
+        begin: start of the member: time in seconds, and step.
+        first, last: first and latest observed advance: time and step; None before the first advance.
         advances: number of observed advances.
-        running: whether the member has not ended.
+        running: whether the member is running.
     """
 
     recipe: str
@@ -42,7 +42,7 @@ class _Member:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per step since the first advance, or since the start if advances are few; None while unknown."""
+        """Seconds per step since the first advance (since the start if advances are few); None while unknown."""
         if self.last is None or self.first is None:
             return None
         if self.advances < MIN_ADVANCES:
@@ -55,23 +55,22 @@ class TimeLeft:
     """Estimate of the seconds until all members of a study have ended.
 
     A running member continues at its own pace. A waiting member has the mean pace of its recipe. If no member of its
-    recipe was observed, it takes as long as the average member, because budgets are often matched, in steps or in
-    compute. Each waiting member starts when another member ends, so that the number of running members stays the same.
+    recipe was observed, it takes as long as an average member, because members often have equal budgets in steps or in
+    compute. A waiting member starts when another ends, so that the number of running members stays the same.
 
-    The displayed value moves towards the estimate by at most `MAX_CHANGE`, so that one slow step does not turn hours
-    into days. It jumps only if the total number of steps has changed: members were added, or ended before their
-    budgets.
+    The displayed value approaches the estimate by at most `MAX_CHANGE`, so that one slow step does not turn hours into
+    days. It may jump only when the total number of steps has changed, because members were added, or ended early.
     """
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
-        self._overheads: list[float] = []  # seconds that members took besides their steps: start, last evaluation
-        self._slots: list[int] = []  # recent numbers of running members
+        self._overheads: list[float] = []  # by ended member, seconds besides its steps: start, last evaluation
+        self._slots: list[int] = []  # number of running members at each of the last calls
         self._last_estimate: tuple[float, float] | None = None  # (time, value) of the last estimate
-        self._work = 0.0  # steps of all members, done and remaining
+        self._work = 0.0  # steps of all members, done and remaining, at the last estimate
 
     def started(self, run: str, recipe: str, step: int, steps: int, now: float) -> None:
-        """Record that a member has started, with `step` of its `steps` done."""
+        """Record that a member with a budget of `steps` has started at `step`."""
         self._members[run] = _Member(recipe, steps, (now, step))
 
     def reached(self, run: str, step: int, now: float) -> None:
@@ -98,8 +97,8 @@ class TimeLeft:
 
         Args:
             running: remaining steps of each running member.
-            waiting: recipe ("" if unknown) and steps of each member still to run.
-            now: seconds, by the same clock as in the other methods.
+            waiting: for each member still to start, its recipe ("" if unknown) and its steps.
+            now: time in seconds, by the same clock as in the other methods.
         """
         estimate = self._estimate(running, waiting)
         if estimate is None:
@@ -136,7 +135,8 @@ class TimeLeft:
             if pace is None:
                 pace = mean_length / max(1, steps if known is None else known.steps)
             ends.append(pace * steps)
-        # When one member has ended and the next has not started, fewer run for a moment: use the largest recent number.
+        # Between the end of one member and the start of the next, fewer run for a moment: take the largest recent
+        # number.
         self._slots = [*self._slots, len(running)][-5:]
         ends += [0.0] * (max(1, *self._slots) - len(ends))
         heapq.heapify(ends)

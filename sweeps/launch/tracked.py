@@ -21,14 +21,14 @@ RETRY_S = 60.0
 
 
 class TrackingObserver(Observer):
-    """Observer that logs a study to MLflow: members are created before they start, and updated as they run.
+    """Observer that logs a study to MLflow. It creates members there before they start, and updates them as they run.
 
     A slow or unavailable tracking server delays the display in MLflow, but never the study.
 
     Args:
         study: study whose members are tracked.
         uri: MLflow's tracking URI.
-        axis: metric that the charts use as compute axis.
+        axis: metric that the charts use as their compute axis.
     """
 
     def __init__(self, study: Study, uri: str, axis: str) -> None:
@@ -36,14 +36,16 @@ class TrackingObserver(Observer):
         self._tracker = Tracker(uri, experiment=study.directory.resolve().name, axis=axis)
         self._shipper: Shipper | None = None
         self._statuses: dict[str, str] = {}
-        self._were_stopped: set[str] = set()  # members that were stopped at any time; they may have resumed
+        self._were_stopped: set[str] = set()  # members that were stopped at some time, even if they have resumed since
         self._next_try = 0.0
-        self._uncreated: list[RunSpec] = []  # members not yet created in the store
+        self._uncreated: list[RunSpec] = []  # added members that the store does not have yet
 
     def open(self) -> None:
-        """Create the experiment, the parent run and the members' runs before any member starts; then send metrics.
+        """Create the experiment, the parent run and the members' runs, before any member starts; then begin to send
+        metrics.
 
-        A study that was tracked before continues even if the store is unavailable; tracking resumes when it answers.
+        A study that was tracked before continues even if the store is unavailable. Tracking resumes when the store
+        answers.
 
         Raises:
             UserError: the store cannot be reached, and the study was never tracked in it.
@@ -62,7 +64,7 @@ class TrackingObserver(Observer):
         name = study.directory.resolve().name
         sweep = self._tracker.open_sweep(study.directory, self._members(study.specs), name=name)
         self._shipper = Shipper(self._tracker, sweep)
-        # Statuses set while the store was unavailable.
+        # Statuses that were set while the store was unavailable.
         for run, status in self._statuses.items():
             self._shipper.set_status(run or sweep.key, status)
         self._shipper.start()
@@ -71,19 +73,19 @@ class TrackingObserver(Observer):
         return [Member(spec.run, spec.recipe, spec.seed, self._study.run_dir(spec), spec.baseline) for spec in specs]
 
     def _set(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Set the status of a member, or of the study if `run` is ""; later, if the store is unavailable now."""
+        """Set the status of a member, or of the study if `run` is "". If the store is unavailable, it is set later."""
         self._statuses[run] = status
         if self._shipper is not None and (not run or run in self._shipper.sweep.members):
             self._shipper.set_status(run or self._shipper.sweep.key, status, tags)
 
     def added(self, specs: Sequence[RunSpec]) -> None:
         """Create the added members in MLflow before they start, like the first ones."""
-        if self._shipper is not None:  # otherwise they are created with all others, once the store answers
+        if self._shipper is not None:  # otherwise `_open` creates them, once the store answers
             self._uncreated += specs
             self._create_members(self._shipper)
 
     def _create_members(self, shipper: Shipper) -> None:
-        """Create the members that are not in the store yet; if it is unavailable, retry after `RETRY_S`."""
+        """Create the members that the store does not have yet. If it is unavailable, try again after `RETRY_S`."""
         try:
             self._tracker.add_members(shipper.sweep, self._members(self._uncreated))
         except UserError as error:
@@ -112,14 +114,14 @@ class TrackingObserver(Observer):
         self._set(spec.run, "SCHEDULED")
 
     def ended(self, spec: RunSpec, run_dir: Path, state: str, reason: str | None) -> None:
-        """Set the status to FINISHED, FAILED or KILLED, and the reason of a stop as a tag of the run."""
+        """Set the status to FINISHED, FAILED or KILLED, and the reason of a stop as a tag of the member's run."""
         if state == "stopped":
             self._were_stopped.add(spec.run)
         tags = {STOPPED_TAG: (reason or "") if state == "stopped" else None}
         self._set(spec.run, STATUS[state], tags if spec.run in self._were_stopped else None)
 
     def tick(self, running: Sequence[RunSpec], queued: int, done: int, failed: int) -> None:
-        """Retry an unavailable store every `RETRY_S` seconds; the shipper sends metrics independently of this."""
+        """Retry an unavailable store every `RETRY_S` seconds. Metrics are sent independently, by the shipper."""
         if self._shipper is None and time.monotonic() >= self._next_try:
             self._next_try = time.monotonic() + RETRY_S
             with suppress(UserError):

@@ -1,6 +1,6 @@
-"""Check, before a study is continued, that we trust the code and commands that it would run.
+"""Check, before a study is continued, that the code and commands that it would run can be trusted.
 
-`launch.json` is checked here; members are checked in a separate process, because that may import training code.
+`launch.json` is checked here. Members are checked in a separate process, because that may import training code.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
 
-# Entry functions, as `module:function`, that `conf/hydra/launcher` names or named in earlier versions.
+# Entry functions (`module:function`) that this version or an earlier one names in `conf/hydra/launcher`.
 _ENTRIES = (
     *("lightning_scalerl:run_member", "lightning_scalerl.member.run:run_member"),
-    # For members that are commands of other trainers; `check_study` also checks the command of each member.
+    # For members that run commands of other trainers. `check_study` also checks each member's command.
     "sweeps.command.runner:run_member",
 )
 _PRELOADED = ("lightning_scalerl.", "sweeps.command.", "transformers.models.")
@@ -21,10 +21,10 @@ _CHECKS_RUNS = "lightning_scalerl.member.trust:check_runs"
 
 
 def check_study(study: Study, plan: LaunchSettings) -> None:
-    """Check that a study names only this package's and the user's code, without importing that code in this process.
+    """Check that a study names only code of this package and of the user. No such code is imported in this process.
 
     Raises:
-        UserError: the study names other code; the message has the file, the field, its value and the remedy.
+        UserError: the study names other code. The message has the file, the field, its value and the remedy.
     """
     check_launch(study, plan)
     # Check in a separate process: checking a member imports torch, and perhaps the user's code.
@@ -32,7 +32,7 @@ def check_study(study: Study, plan: LaunchSettings) -> None:
 
 
 def check_launch(study: Study, plan: LaunchSettings) -> None:
-    """Check the code and commands named in `launch.json`: entry, preloaded modules, commands of jobs.
+    """Check the code and commands named in `launch.json`: entry, preloaded modules, and commands of cluster jobs.
 
     Raises:
         UserError: as for `check_study`.

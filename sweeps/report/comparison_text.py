@@ -10,12 +10,12 @@ from sweeps.decide.race import Race
 from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table, units
 
-# Explanation of the columns `best` and `ahead` of a race.
+# Explains the columns `best` and `ahead` of a race.
 CHANCES = "best, ahead: probability of being the best and of ending ahead of the favourite, at the recipe's last look"
 
 
 def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
-    """Format differences of pairs of recipes: a table, the units (from `curve`), and a sentence per pair."""
+    """Format differences of pairs of recipes: a table, the units of `curve`, and a sentence per pair."""
     pairs = comparisons.rows
     columns = {
         "recipe": [row.recipe for row in pairs],
@@ -40,7 +40,7 @@ def comparisons_text(comparisons: Comparisons, curve: Curve) -> str:
 
 
 def choice_text(choice: ChangeVerdict) -> str:
-    """Format a decision: both recipes, difference, noise floor, verdict and, if it is undecided, what to run."""
+    """Format a decision: both recipes, difference, noise floor, verdict and, if undecided, what to run."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.6g}"
@@ -68,7 +68,7 @@ def choice_text(choice: ChangeVerdict) -> str:
 
 
 def _spread_of(spread: str | None) -> str:
-    """Describe the spread that an interval is based on, see `ChangeVerdict.spread`; empty without an interval."""
+    """Describe the source of an interval's spread, see `ChangeVerdict.spread`; "" without an interval."""
     if spread is None:
         return ""
     return "; interval from the spread of each recipe's runs" if spread == "own" else "; interval from the noise floor"
@@ -79,7 +79,7 @@ def _degrees(count: int) -> str:
 
 
 def effects_text(effects: Effects) -> str:
-    """Format the effects of a grid's axes, and the cells to run next."""
+    """Format the effects of a grid's axes, and the combinations of choices to run next."""
     head = ["axis", "choice", "against", "recipes", "asymptote", "P(raises A)", "times the compute to half the gain"]
     rows = [
         [
@@ -108,7 +108,7 @@ def effects_text(effects: Effects) -> str:
 
 
 def race_text(race: Race) -> str:
-    """Format a race: where each recipe stopped, with its chances and the reason, and the compute that was saved."""
+    """Format a race: where each recipe stopped, its chances and the reason, and the compute that was saved."""
     head = ["recipe", "stopped at", "best", "ahead", f"reward at {race.rules.budget:.4g}", "spent"]
     rows = [
         [

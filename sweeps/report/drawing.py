@@ -1,8 +1,8 @@
-"""Drawing primitives of the figures: colours, small multiples, log axes, points, SVG and PNG output.
+"""Functions for drawing the figures: colours, small multiples, log axes, points, SVG and PNG output.
 
 Figures are drawn without pyplot, so they need no global state and no display. In the SVG, text is stored as text, not
-as outlines. Text (`INK`) and lines (`RULE`) have placeholder colours, for which `inline_svg` substitutes the page's
-colours, so one drawing fits a light and a dark page.
+as outlines. Text (`INK`) and lines (`RULE`) have placeholder colours. `inline_svg` replaces these by the page's
+colours, so that one drawing fits a light and a dark page.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from sweeps.errors import UserError
 from sweeps.report.labels import cut, printable
 from sweeps.report.thinning import shorten_svg
 
-# Colours by Okabe and Ito, which most colour-blind readers can distinguish; legible on white and on near-black.
+# Colours by Okabe and Ito, which most colour-blind readers can distinguish. They are legible on white and on
+# near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#C28F00", "#56A0D9")
-# Line styles for recipes beyond the number of colours, as matplotlib and the interactive figure name them.
+# Line styles in matplotlib's form, used once all colours are taken. The interactive figure has the same.
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 # Colour of recipes without an identifiable asymptote, and of other subdued marks.
 REFUSED = "#8a8f98"
@@ -65,7 +66,7 @@ def styles(recipes: Iterable[str], baseline: str | None) -> dict[str, Style]:
     """Assign each recipe a colour and a line style that do not depend on its rank.
 
     Only the baseline (without a baseline, the first label) has the first colour. The other recipes, sorted by label,
-    take the other five colours in turn, with solid lines. Once these are used up, the next line style begins.
+    take the other five colours in turn, with solid lines. After these, the next line style begins.
     """
     order = sorted(set(recipes), key=lambda recipe: (recipe != baseline, recipe))
     other_colours = COLOURS[1:]
@@ -88,14 +89,14 @@ def colours(ranking: Ranking) -> dict[str, str]:
 
 
 def label(text: str, limit: int = 34) -> str:
-    """Shorten a title to at most `limit` printable characters, by a cut in the middle; for recipes see `labels.cut`."""
+    """Shorten a title to at most `limit` printable characters by cutting its middle. For recipes see `labels.cut`."""
     line = printable(text)
     head = limit // 2
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
 
 def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
-    """Make a figure with one titled panel per name, on shared, labelled axes; call it within the context of `STYLE`."""
+    """Make a figure with one titled panel per name, on shared, labelled axes. Call it within the context of `STYLE`."""
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(3.15 * columns + 0.5, 2.45 * rows + 0.4), layout="constrained")
@@ -106,7 +107,7 @@ def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]
     for name, panel in zip(names, panels, strict=False):
         panel.set_title(titles[name], loc="left", fontsize=9.5, fontweight="bold", parse_math=False)
         panel.grid(axis="y", color=RULE, linewidth=0.6)
-        # Show tick labels in each panel, because a narrow page shows the panels one below the other.
+        # A narrow page shows the panels one below the other, so each panel needs tick labels.
         panel.tick_params(length=2.5, labelbottom=True, labelleft=True)
     figure.supxlabel(label(x, 50), fontsize=9, parse_math=False)
     figure.supylabel(label(y, 50), fontsize=9, parse_math=False)
@@ -122,7 +123,7 @@ def limits(curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def log_axis(panel: Axes, left: float, right: float) -> None:
-    """Set a log axis of compute; an axis of less than two decades is also labelled at 2 and 5, as plain numbers."""
+    """Set a log axis of compute. An axis of less than two decades also has labels at 2 and 5, as plain numbers."""
     panel.set_xscale("log")
     panel.set_xlim(left, right)
     if right < 100 * left:
@@ -132,7 +133,7 @@ def log_axis(panel: Axes, left: float, right: float) -> None:
 
 
 def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left: float, colour: str) -> None:
-    """Draw points (n,) with one marker per seed; points at compute 0 are hollow, at the left edge."""
+    """Draw points (n,) with one marker per seed. Points at compute 0 are hollow, at the left edge."""
     for index, label in enumerate(np.unique(seed)):
         marker = "osD^v"[index % 5]
         later = (seed == label) & (compute > 0)
@@ -150,14 +151,14 @@ def draw_points(panel: Axes, compute: Array, y: Array, seed: NDArray[Any], left:
 
 @contextmanager
 def without_glyph_warnings() -> Iterator[None]:
-    """Silence matplotlib's warnings about characters that its font lacks, which it repeats; see `not_in_font`."""
+    """Silence matplotlib's repeated warnings about characters that its font lacks. `not_in_font` finds these."""
     with catch_warnings():
         filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def not_in_font(texts: Iterable[str]) -> str:
-    """Return the characters that the figures' font lacks. PNG and PDF show boxes instead of them."""
+    """Return the characters that the figures' font lacks, which are boxes in PNG and PDF."""
     font = get_font(findfont(FontProperties(family=[str(STYLE["font.family"])])))
     return "".join(dict.fromkeys(char for text in texts for char in text if not font.get_char_index(ord(char))))
 
@@ -188,7 +189,7 @@ def pdf(figure: Figure) -> bytes:
 
 @dataclass(frozen=True)
 class Panels:
-    """Panels of a figure, to show one below the other.
+    """Panels of a figure, for showing them one below the other.
 
     Attributes:
         boxes: view box of each panel in the SVG: left, top, width and height in points.
@@ -201,7 +202,7 @@ class Panels:
 
 
 def panels_of(figure: Figure) -> Panels:
-    """Return the panels of a figure whose layout is final; no boxes if it has a single panel."""
+    """Return the panels of a figure whose layout is final; no boxes for a single panel."""
     axes = [panel for panel in figure.axes if panel.get_visible()]
     if len(axes) < 2:
         return Panels()
@@ -216,7 +217,7 @@ def panels_of(figure: Figure) -> Panels:
 
 
 def inline_svg(document: str, prefix: str, description: str, panels: Panels | None = None) -> str:
-    """Convert an SVG document to an element of the page, with unique ids, and text and lines in the page's colours.
+    """Convert an SVG document to an element of the page, with unique ids and the page's colours.
 
     Args:
         document: SVG from `svg`.
@@ -229,7 +230,7 @@ def inline_svg(document: str, prefix: str, description: str, panels: Panels | No
     body = re.sub(r'\bid="', f'id="{prefix}-', body)
     body = re.sub(r'href="#', f'href="#{prefix}-', body)
     body = body.replace("url(#", f"url(#{prefix}-")
-    # Within a page the drawing's own stylesheet would apply to everything: remove it.
+    # Remove the drawing's stylesheet, which would apply to the whole page.
     body = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", body, count=1, flags=re.DOTALL)
     body = body.replace(INK, "currentColor").replace(RULE, "var(--rule)")
     width = re.search(r'width="([\d.]+)pt"', body)

@@ -16,13 +16,12 @@ from sweeps.run.spec import SPEC_FILE
 
 # Largest number of different models or tasks that are listed.
 _MAX_LISTED = 3
-# The year 2000, in seconds since 1970. Earlier times are not dates: they are from simulations, or from clocks that were
-# never set.
+# The year 2000, in seconds since 1970. Earlier times come from simulations, or from clocks that were never set.
 _YEAR_2000 = 946_684_800.0
 
 
 class Facts:
-    """Facts about the runs behind a report, from their journals and stored configurations; empty for other sources."""
+    """Facts about the runs behind a report, from their journals and stored configurations. Other sources have none."""
 
     def __init__(self, runs: Sequence[JournalView]) -> None:
         self._runs = runs
@@ -70,7 +69,6 @@ class Facts:
         return [view for view in self._runs if view.status == "failed"]
 
     def _dates(self) -> str:
-        """Return the day or days of the runs; empty without valid times."""
         times = [record.time for view in self._runs for record in (*view.records[:1], *view.records[-1:])]
         if not times or min(times) < _YEAR_2000:
             return ""
@@ -78,7 +76,7 @@ class Facts:
         return first if first == last else f"{first} to {last}"
 
     def _cost(self) -> str:
-        """Return the compute that all runs spent together, in every unit, and its price if known."""
+        """Return the compute that all runs spent together, on every axis, and its price if known."""
         spent = {axis: sum(_spent(view, axis) for view in self._runs) for axis in UNITS}
         texts = [f"{spent[axis]:.3g} {unit}" for axis, unit in UNITS.items() if spent[axis]]
         if self.rate and spent[DEVICE_HOURS]:
@@ -87,12 +85,11 @@ class Facts:
 
 
 def _spent(view: JournalView, axis: str) -> float:
-    """Return the compute that a run has spent; 0 if its journal does not record this axis."""
+    """Return the compute that a run has spent; 0 if its journal lacks this axis."""
     return max((float(record.metrics.get(axis, 0.0)) for record in view.records[-2:]), default=0.0)
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a mapping within a configuration; empty if there is none."""
     part = config.get(name)
     return part if isinstance(part, dict) else {}
 
@@ -105,7 +102,7 @@ def _describe(part: Mapping[str, Any]) -> str:
 
 
 def _join_distinct(texts: Iterable[str]) -> str:
-    """Join the distinct texts; beyond `_MAX_LISTED`, only the number of further texts is given."""
+    """Join the distinct texts. Beyond `_MAX_LISTED`, give only the number of the others."""
     different = list(dict.fromkeys(text for text in texts if text))
     more = f" and {len(different) - _MAX_LISTED} more" if len(different) > _MAX_LISTED else ""
     return ", ".join(different[:_MAX_LISTED]) + more

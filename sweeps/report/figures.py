@@ -34,13 +34,12 @@ from sweeps.report.overlay import name_rows
 
 
 def _short_labels(order: Sequence[str], ranking: Ranking) -> list[str]:
-    """Return the short labels of the recipes in `order`, see `sweeps.report.labels`."""
     short = shortened([entry.recipe for entry in ranking.ranking])
     return [short[recipe] for recipe in order]
 
 
 def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw residuals, one panel per recipe: reward minus the fitted curve, by seed, with +-2 standard deviations.
+    """Draw residuals (reward minus the fitted curve), one panel per recipe, by seed, with +-2 standard deviations.
 
     Only fitted points are drawn. None if no recipe has a fitted curve.
     """
@@ -62,7 +61,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 
 
 def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: str) -> float:
-    """Draw the residuals of one recipe; return the largest absolute residual."""
+    """Draw the residuals of one recipe. Return the largest absolute residual."""
     points = select(fit.curve, fit.options)
     log_axis(panel, left, right)
     panel.axhline(0, color=colour, linewidth=1.2)
@@ -82,7 +81,8 @@ def _draw_residuals(panel: Axes, fit: Fit, left: float, right: float, colour: st
 def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     """Draw the confidence curves of A: identifiable recipes on the left, open recipes on the right; None without any.
 
-    The curve crosses 0.05 at the ends of the 95% interval. An end at which A is not bounded is marked as open.
+    For each value of A the curve shows its p-value. It crosses 0.05 at the ends of the 95% interval. An end at which A
+    is not bounded is marked as open.
     """
     by_recipe = {fit.recipe: fit for fit in fits if fit.A.value is not None and fit.draws is not None}
     ordered = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.recipe in by_recipe]
@@ -125,7 +125,6 @@ def profile_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
 
 
 def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -> None:
-    """Draw the confidence curve of one recipe."""
     x, p = confidence_curve(fit)
     panel.plot(x, p, color=colour, linewidth=1.4, linestyle=dash, label=name)
     for end, known in ((0, fit.A.low), (-1, fit.A.high)):
@@ -143,7 +142,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
 
 
 def _legend_names(ranking: Ranking) -> dict[str, str]:
-    """Return names for a legend; a name that begins with `_`, which Matplotlib would omit, gets a zero-width space."""
+    """Return names for a legend. A name that begins with `_`, which Matplotlib would omit, gets a zero-width space."""
     short = shortened([entry.recipe for entry in ranking.ranking])
     cut_names = cut(list(short.values()), 40)
     return {recipe: "\u200b" * cut_names[name].startswith("_") + cut_names[name] for recipe, name in short.items()}
@@ -156,7 +155,7 @@ def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking
     """Draw A over compute, one panel per recipe: A of the fit up to each compute, with its 95% interval.
 
     Markers are filled where A was identifiable, else hollow and grey. An open bound is a dotted line to the panel's
-    edge. A recipe whose A was never identifiable or open is left out; None if no recipe remains.
+    edge. Recipes whose A was never identifiable or open are left out; None if no recipe remains.
     """
     with_asymptote = {
         recipe: [snapshot for snapshot in snapshots if snapshot.A.value is not None]
@@ -182,7 +181,6 @@ def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking
 
 
 def _draw_history(panel: Axes, snapshots: Sequence[Snapshot], colour: str) -> None:
-    """Draw A of one recipe's snapshots."""
     bottom, top = panel.get_ylim()
     for snapshot in snapshots:
         value, x = snapshot.A.value, snapshot.compute_end
@@ -223,7 +221,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
 
 
 def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, ghost: bool) -> None:
-    """Draw a fitted curve, solid within the window and dashed beyond it, with its band, and A or the verdict.
+    """Draw a fitted curve with its band, solid within the evaluated compute and dashed beyond, and A or the verdict.
 
     With `ghost`, only a thin line is drawn: the baseline's curve in another recipe's panel.
     """
@@ -248,15 +246,14 @@ def _draw_fit(panel: Axes, fit: Fit, left: float, right: float, colour: str, gho
 
 
 def _asymptote(fit: Fit) -> float:
-    """Return the A of an identifiable fit, which is never None."""
     assert fit.A.value is not None, "only identifiable recipes are ranked"
     return fit.A.value
 
 
 def asymptotes_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
-    """Draw A of every ranked recipe: a thick 95% interval for the given runs, a thin interval for all seeds.
+    """Draw A of every ranked recipe: a thick 95% interval for the given runs, a thin one for all possible seeds.
 
-    None if no recipe is ranked. The shaded strip is the margin below the best A.
+    The shaded strip is the margin below the best A. None if no recipe is ranked.
     """
     by_recipe = {fit.recipe: fit for fit in fits}
     ranked = [by_recipe[entry.recipe] for entry in ranking.ranking if entry.rank is not None]

@@ -15,8 +15,8 @@ from sweeps.terminal import counted
 
 
 def fits_table(fits: Sequence[Fit]) -> str:
-    """Format a table of fits: verdict, parameters with intervals, error, and numbers of points and seeds."""
-    # All shape parameters of the family, including parameters that no fit could identify.
+    """Format a table of fits: verdict, parameters with intervals, RMSE, and numbers of points and seeds."""
+    # All shape parameters of the family, including those that no fit could identify.
     names = list(FAMILIES[fits[0].family].names)
     head = ["recipe", "verdict", "A", *names, "R0", "rmse", "n", "seeds"]
     rows = [
@@ -36,14 +36,14 @@ def fits_table(fits: Sequence[Fit]) -> str:
 
 
 def units_line(fits: Sequence[Fit], bounds: str) -> str:
-    """Format the names of compute and rewards; bounds: text on the meaning of the bounds."""
+    """Format the names of compute and rewards. `bounds` is text on the meaning of the bounds."""
     pool, metrics = fits[0].pool, dict.fromkeys(fit.curve.metric for fit in fits)
     pooled = [f"the scale of the walks is pooled over {pool.size} recipes"] if pool is not None else []
     return "; ".join([*units(fits[0].curve.unit, ", ".join(metrics)), bounds, *pooled])
 
 
 def verdict_line(fit: Fit) -> str:
-    """Format the reason of a fit's verdict and, if A is identifiable, how A and B change with a shifted R0."""
+    """Format the reason of a fit's verdict and, if A is identifiable, A and B under a shifted R0."""
     line = f"{one_line(fit.recipe)}: {fit.reason}"
     effect = fit.R0_effect
     if effect is None or not fit.identifiable:
@@ -82,7 +82,6 @@ def sensitivity_text(recipe: str, refits: Sequence[SensitivityRow]) -> str:
 
 
 def _refit_row(row: SensitivityRow) -> list[str]:
-    """Format a refit as a row of the table."""
     return [
         row.setting,
         format_interval(row.A, ".3f"),

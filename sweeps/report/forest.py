@@ -11,7 +11,7 @@ from sweeps.report.labels import cut
 
 
 def forest_figure(effects: Effects) -> Figure:
-    """Draw one line per effect, in the order of the axes; coloured if its interval excludes 0."""
+    """Draw one line per effect, in the order of the axes. A line is coloured if its interval excludes 0."""
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 0.9 + 0.28 * len(effects.effects)), layout="constrained")
         panel = figure.add_subplot()

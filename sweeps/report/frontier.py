@@ -44,13 +44,13 @@ def write_frontier(path: Path, plan: Plan, fits: Sequence[Fit], column: str) -> 
 
 
 def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequence[Fit]) -> Figure:
-    """Draw the sizes' points and curves with their upper envelope, and next to it the best size for each budget.
+    """Draw the sizes' points and curves with their upper envelope and, next to it, the best size for each budget.
 
     The best size has its 95% band. Lines are dashed beyond the largest evaluated compute (extrapolation).
 
     Args:
         joint: the sigmoids of all sizes.
-        frontier: the best size over budgets.
+        frontier: the best size at each budget.
         fits: fits of the sizes, in the same order.
     """
     compute = np.array([point.compute for point in frontier])
@@ -93,5 +93,4 @@ def frontier_figure(joint: AcrossSizes, frontier: Sequence[Frontier], fits: Sequ
 
 
 def _with_nan(values: Sequence[float | None]) -> Array:
-    """Return values as an array, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values])

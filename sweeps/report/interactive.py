@@ -1,7 +1,7 @@
 """Prepare the data of the report's interactive figure, and the library that draws it: Vega-Lite, inlined in the page.
 
 `sweeps/report/templates/report.js` draws the figure from `study_data`. The points' steps and their values on other
-compute axes come from the journals, so curves from tables have only one axis.
+compute axes come from journals, so curves from tables have only one axis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sweeps.report.thinning import MAX_HOVERED, even_indices
 from sweeps.run.journal import JournalView, Record
 from sweeps.run.rollouts import Shown, stored_steps
 
-# Axes in addition to the axis of the curves, in the order of the menu.
+# Axes that the menu offers besides the axis of the curves, in its order.
 _AXES = {
     "step": "optimizer steps",
     "tokens": "tokens trained on",
@@ -38,7 +38,7 @@ _AXES = {
     "cost": "cost",
 }
 _CURVE_POINTS = 40
-# Number of characters to which a recipe's name is cut where its asymptote is drawn: on a screen, and on a phone.
+# Lengths to which a recipe's name is cut where its asymptote is drawn: on a screen, and on a phone.
 _NAME_LIMITS = (28, 18)
 _UNKNOWN = float("nan")
 
@@ -47,14 +47,14 @@ _UNKNOWN = float("nan")
 def library() -> str | None:
     """Return Vega, Vega-Lite and Vega-Embed as one gzipped script in base64; None if vl-convert is not installed.
 
-    Compression reduces the size to a third. vl-convert needs a few seconds to bundle the sources, so the bundle is
+    Compression reduces the size to a third. Bundling the sources takes vl-convert a few seconds, so the bundle is
     cached in the user's cache folder.
     """
     try:
         import vl_convert
     except ImportError:
         return None
-    # The cache folder of our packages, see `lightning_scalerl.cache`.
+    # The cache folder of `lightning_scalerl.cache`.
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning-scalerl"
     cached = Path(os.environ.get("SCALERL_CACHE", default)) / f"vega-{metadata.version('vl-convert-python')}.js.gz"
     try:
@@ -126,7 +126,7 @@ def study_data(
                         if np.isfinite(values[index])
                     }
                 )
-    # The axis of the curves is already column "c".
+    # The axis of the curves is stored as column "c".
     columns = sorted({key for point in points for key in point} - {curves[0].axis})
     return {
         "metric": curves[0].metric,
@@ -142,7 +142,7 @@ def study_data(
 
 
 class _Journals:
-    """Index of all runs' evaluations, to find them by seed, compute and reward."""
+    """Index of all runs' evaluations, for finding them by seed, compute and reward."""
 
     def __init__(self, runs: Sequence[JournalView], axis: str, metric: str, rate: float | None) -> None:
         self.rate = rate
@@ -162,21 +162,19 @@ class _Journals:
                 self._any[key] = None if key in self._any else (number, record)
 
     def find(self, recipe: str, seed: str, compute: float, reward: float) -> tuple[int, Record] | None:
-        """Return the run's number and the record of an evaluation; None if it is in no journal, or in several.
+        """Return an evaluation's run (by number) and record; None if it is in no journal, or in several.
 
-        If recipe and seed have other names in the curve than in the journals, the evaluation is found by compute and
-        reward alone.
+        If recipe and seed have other names in the curve than in the journals, only compute and reward are compared.
         """
         return self._exact.get((recipe, seed, compute, reward)) or self._any.get((compute, reward))
 
 
 def _rows(curve: Curve) -> list[tuple[str, float, float]]:
-    """Return seed, compute and metric of each evaluation."""
     return list(zip(curve.seed, curve.compute.tolist(), curve.values.tolist(), strict=True))
 
 
 def _axis_value(axis: str, evaluation: tuple[int, Record] | None, journals: _Journals) -> float:
-    """Return the value of an evaluation (the run's number, and the record) on another axis; NaN if it is unknown."""
+    """Return the value of an evaluation (number of its run, and record) on another axis; NaN if unknown."""
     if evaluation is None:
         return _UNKNOWN
     number, record = evaluation
@@ -190,7 +188,7 @@ def _axis_value(axis: str, evaluation: tuple[int, Record] | None, journals: _Jou
 
 
 def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
-    """Return the asymptote with its interval, or the mean reward over the last tenth if it is not identifiable."""
+    """Return the asymptote with its interval; if not identifiable, the mean reward over the last tenth of compute."""
     if fit.identifiable and fit.A.value is not None:
         low, high = (bound if bound is not None else end for bound, end in zip(fit.A_total, fit.bounds, strict=True))
         return {"named": True, "a": _round(fit.A.value), "low": _round(low), "high": _round(high)}
@@ -199,7 +197,7 @@ def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
 
 
 def _fitted_curve(fit: Fit, curve: Curve, other_axes: Mapping[str, Array]) -> dict[str, list[float | None]] | None:
-    """Return the fitted curve with its 95% band within the window, on every axis; None without a fitted curve."""
+    """Return the fitted curve with its 95% band within the evaluated compute, on every axis; None without a curve."""
     if not readable(fit) or fit.window is None or not fit.window[0] < fit.window[1]:
         return None
     positive = curve.compute[curve.compute > 0]
@@ -210,7 +208,7 @@ def _fitted_curve(fit: Fit, curve: Curve, other_axes: Mapping[str, Array]) -> di
         is_known = np.isfinite(values_on_axis)
         if is_known.sum() < 2:
             continue
-        # The curve is a function of compute, so map compute to the other axis by the mean over runs.
+        # The curve is a function of compute. The mean over runs maps compute to the other axis.
         compute, index = np.unique(curve.compute[is_known], return_inverse=True)
         mean = np.bincount(index, weights=values_on_axis[is_known]) / np.bincount(index)
         columns[axis] = np.interp(x, compute, np.maximum.accumulate(mean))
@@ -218,5 +216,4 @@ def _fitted_curve(fit: Fit, curve: Curve, other_axes: Mapping[str, Array]) -> di
 
 
 def _round(value: float, digits: int = 4) -> float | None:
-    """Round a number to a few digits; None if it is not finite."""
     return float(f"{value:.{digits}g}") if np.isfinite(value) else None

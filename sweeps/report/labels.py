@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 def shortened(labels: Sequence[str]) -> dict[str, str]:
     """Return a short label for each recipe, without the `+`-separated parts that all recipes share.
 
-    `scalerl+loss=dapo` becomes `loss=dapo` if the other recipe is `scalerl`. A label that has nothing but shared parts
+    `scalerl+loss=dapo` becomes `loss=dapo` if the other recipe is `scalerl`. A label with nothing but shared parts
     becomes its first part. If the first parts differ, or there is only one label, labels are unchanged.
     """
     parts = {label: label.split("+") for label in labels}
     if len(parts) < 2 or len({split[0] for split in parts.values()}) > 1:
         return {label: label for label in labels}
-    # Parts after the first are common only if every label has such parts: a baseline without changes shares none.
+    # Only if every label has parts after the first can these be shared: a baseline without changes has none.
     changes = [set(split[1:]) for split in parts.values() if len(split) > 1]
     common = set.intersection(*changes) if len(changes) == len(parts) else set()
     short = {
@@ -29,10 +29,10 @@ def printable(text: str) -> str:
 
 
 def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
-    """Cut each label to printable text of at most `limit` characters; different labels stay different.
+    """Cut each label to printable text of at most `limit` characters. Different labels stay different.
 
-    The middle of a long label is cut, if no other label has the same beginning and end. Otherwise a piece is kept that
-    no other label contains. If there is no such piece, the label is cut at the end and numbered.
+    The middle of a long label is cut out if no other label has the same beginning and end. Otherwise a piece is kept
+    that no other label contains. Without such a piece, the label is cut at the end and numbered.
     """
     texts = {label: printable(label) for label in labels}
     result: dict[str, str] = {}
@@ -48,7 +48,7 @@ def cut(labels: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
-    """Yield abbreviations of a text that match none of the others: both ends of the text, then a piece of it."""
+    """Yield abbreviations of a text that match none of the others: first its two ends, then a piece of it."""
     others = list(others)
     half = limit // 2
     for head in (half, half // 2, min(half + half // 2, limit - 2)):
@@ -57,5 +57,5 @@ def _pieces(text: str, others: Iterable[str], limit: int) -> Iterator[str]:
             yield f"{start}…{end}"
     pieces = [text[at : at + limit - 2] for at in range(1, len(text) - limit + 2)]
     unique = [piece for piece in pieces if not any(piece in other for other in others)]
-    if unique:  # take the middle one, in which the difference from other labels is near the middle
+    if unique:  # in the middle piece, the difference from other labels is near the middle
         yield f"…{unique[len(unique) // 2]}…"

@@ -42,7 +42,6 @@ def _draw_curves(
     fits: Mapping[str, Fit],
     points: Mapping[str, Curve],
 ) -> None:
-    """Draw the evaluations of all recipes, and their fitted curves within the window."""
     _, end = limits(list(points.values()))
     panel.set_xlim(0, end / 1.5 * 1.02)
     panel.grid(axis="y", color=RULE, linewidth=0.6)
@@ -65,7 +64,10 @@ def _draw_ranking(
     points: Mapping[str, Curve],
     ranking: Ranking,
 ) -> None:
-    """Draw one row per recipe: A with its interval, or the mean reward at the end; shade the margin below the best."""
+    """Draw one row per recipe: A with its interval, or the mean reward at the end.
+
+    Shade the margin below the best A.
+    """
     tied = {entry.recipe for entry in ranking.ranking if entry.tied_with_best}
     asymptotes = [fits[recipe].A.value for recipe in order if fits[recipe].identifiable]
     best = max((value for value in asymptotes if value is not None), default=None)
@@ -92,7 +94,7 @@ def _draw_ranking(
 
 
 def name_rows(panel: Axes, names: Sequence[str], limit: int = 34) -> None:
-    """Name the rows of a panel from the top, one per recipe, for values along the horizontal axis."""
+    """Name the rows of a panel from the top, one per recipe, where values are on the horizontal axis."""
     panel.set_yticks(range(len(names)))
     cut_names = cut(names, limit)
     panel.set_yticklabels([cut_names[name].replace("$", r"\$") for name in names])

@@ -39,30 +39,30 @@ from sweeps.search.race_log import RaceRecord
 from sweeps.source.held_out import PromptShares
 from sweeps.terminal import counted
 
-# Verdicts under which A has a value, so that its sensitivity is computed.
+# Verdicts under which A is reported, so that its sensitivity is computed.
 NAMED = ("identifiable", "open")
-# Number of characters to which a recipe's name is cut in the headline.
+# Length to which a recipe's name is cut in the headline.
 _HEADLINE_NAME = 22
-# Number of rows above which a table scrolls within the page.
+# A table with more rows than this scrolls within the page.
 _TALL = 14
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Content of a report in addition to the fits and their ranking. Each part may be empty.
+    """Content of a report besides the fits and their ranking. Any of it may be empty.
 
     Attributes:
         sensitivity: refits under other settings, by recipe.
-        settlements: runs to make next, one entry per group of comparable recipes.
+        settlements: state of the choice, and runs to make next, for each group of comparable recipes.
         comparisons: comparisons of families.
         histories: snapshots by recipe.
         mapping: one line per source on how it was read.
-        commands: command to paste, by step, if this package launched the study.
-        rollouts: sample completions.
+        commands: command line for each step, if this package launched the study.
+        rollouts: a few completions, as samples.
         races: records of studies that were run as races or searches.
         at_k: the ranking by pass@k next to that by pass@1.
         prompts: by recipe, the fractions of held-out prompts that never and always pass.
-        signal: signal to noise by evaluation set. aggregate: recipes over several sets.
+        signal, aggregate: signal to noise by evaluation set, and recipes over several sets.
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class OtherStudy:
-    """Another study shown next to the report's own, with the fits and the ranking of its curves."""
+    """Another study shown next to the reported one, with the fits and the ranking of its curves."""
 
     title: str
     curves: Sequence[Curve]
@@ -107,7 +107,7 @@ def render(
     Args:
         documents: SVG of each figure, by name.
         findings: further content; None for none.
-        dots: by figure, the number of points that are drawn as dots instead of markers, see `thinning`; None for none.
+        dots: by figure, the number of points drawn as dots instead of markers, see `thinning`; None for none.
         panels: by figure, the panels to stack on a narrow screen; None for none.
 
     Other arguments are as for `report.write_report`.
@@ -154,7 +154,6 @@ def render(
 
 
 def _headline(ranking: Ranking, short: Mapping[str, str]) -> str:
-    """Return the ranking's outcome in one line, with short names."""
     if ranking.standing is None:
         return ranking.sentence
     names = cut(list(short.values()), _HEADLINE_NAME)
@@ -162,12 +161,12 @@ def _headline(ranking: Ranking, short: Mapping[str, str]) -> str:
 
 
 def _inert_json(content: Any) -> str:
-    """Encode JSON for a script element, without `<`, so that no text in the JSON can end the element."""
+    """Encode JSON for a script element. `<` is escaped, so that no text can end the element."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _as_sentence(text: str, names: Sequence[str]) -> str:
-    """Return a text as a sentence. A recipe's name at the start keeps its case, by which another name may differ."""
+    """Return a text as a sentence. A recipe's name at its start keeps its case, in which another name may differ."""
     starts_with_name = any(re.match(rf"{re.escape(name)}(?![\w+=.-])", text) for name in names)
     return f"{text if starts_with_name else text[:1].upper() + text[1:]}."
 
@@ -176,7 +175,7 @@ def _templates(names: Sequence[str]) -> Environment:
     """Make the environment of the templates, in which an undefined name raises instead of becoming an empty cell.
 
     Args:
-        names: names of recipes in texts.
+        names: names of recipes that texts may begin with.
     """
     templates = Environment(
         loader=PackageLoader("sweeps.report"),
@@ -202,7 +201,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def compact(value: float | None) -> str:
-    """Format compute or an exponent with three significant digits; integers from 100 to 1e6 in full."""
+    """Format compute or an exponent with three significant digits, and numbers from 100 to 1e6 as integers."""
     if value is None:
         return "–"
     return f"{value:.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
@@ -224,11 +223,11 @@ def identifiable_from(snapshots: Sequence[Snapshot]) -> float | None:
 
 
 def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
-    """Return the header fields of all runs as text: `common` fields once, `varying` fields as one text per run.
+    """Return the header fields of all runs as text: `common` fields once, `varying` fields with a text per run.
 
     Fields that are empty in every run are left out.
     """
-    # Leave out a run's name if it is the name of its folder, which the table has already.
+    # A run's name that equals its folder's name is left out, because the table has the folder.
     redundant = {"run"} if all(view.header.get("run") == view.path.parent.name for view in runs) else set()
     names = sorted({name for view in runs for name in view.header} - {"kind", "time"} - redundant)
     texts = {name: [_plain(view.header.get(name)) for view in runs] for name in names}
@@ -238,7 +237,6 @@ def _headers(runs: Sequence[JournalView]) -> dict[str, Mapping[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """Format a header field as text of at most 200 characters; empty for None and for an empty mapping or list."""
     if value is None or value in ({}, []):
         return ""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)

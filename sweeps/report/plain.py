@@ -1,4 +1,4 @@
-"""Format plain lines and tables for a terminal. Nothing slow is imported, so that errors appear at once."""
+"""Format plain lines and tables for a terminal. Imports nothing slow, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def units(compute: str, reward: str = "reward") -> list[str]:
-    """Return `compute: NAME` and `reward: NAME`, which explain two headings; without those equal to their heading."""
+    """Explain two headings: return `compute: NAME` and `reward: NAME`, without those that equal their heading."""
     pairs = (("compute", compute), ("reward", reward))
     return [f"{heading}: {name}" for heading, name in pairs if name != heading]

@@ -11,15 +11,15 @@ from sweeps.fit.fit import format_interval
 from sweeps.report.plain import one_line, table
 from sweeps.terminal import counted
 
-# Heading of a section, and the head and the rows of its table; without rows, only the heading is printed.
+# A section's heading, and its table's header and rows. Without rows, only the heading is printed.
 Section = tuple[str, list[str], list[list[str]]]
 
 
 def plan_text(plan: Plan, commands: Sequence[str | None]) -> str:
-    """Format a plan, followed by the commands that run the next steps, one per line, to paste."""
+    """Format a plan, followed by the commands that run the next steps, one per line, for pasting."""
     blocks = [one_line(heading) + ("\n" + table(head, rows) if rows else "") for heading, head, rows in sections(plan)]
     if any(commands):
-        # Commands are not in a table, because a command to paste must stay on one line.
+        # Commands to paste must stay on one line, so they are not in a table.
         blocks.append("\n".join(["to paste:", *(f"  {one_line(line)}" for line in commands if line)]))
     return "\n\n".join(blocks)
 
@@ -54,7 +54,6 @@ def gain(expected: float | None) -> str:
 
 
 def _target_section(plan: Plan) -> Section:
-    """Return the section on the compute to the target."""
     head = ["recipe", f"compute to {plan.target:g}", "for a new run", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
@@ -66,7 +65,6 @@ def _target_section(plan: Plan) -> Section:
 
 
 def _budget_section(plan: Plan) -> Section:
-    """Return the section on each recipe's part of the budget."""
     head = ["recipe", "gets", "to compute", "R there", "near its asymptote", "why"]
     rows = []
     for row in plan.rows:
@@ -79,7 +77,6 @@ def _budget_section(plan: Plan) -> Section:
 
 
 def _size_sections(sizes: Sizes) -> Iterator[Section]:
-    """Yield the sections on model sizes: laws, best size, compute to the target, crossovers, held-out errors."""
     law = sizes.law
     yield (
         f"{sizes.recipe}: log loss = E(N) - k(N) log compute, k(N) = k_max / (1 + N_0 / N): "
@@ -155,7 +152,6 @@ def _size_sections(sizes: Sizes) -> Iterator[Section]:
 
 
 def _rollout_section(plan: RolloutPlan) -> Section:
-    """Return the section on the number of rollouts per prompt."""
     where = plan.recipe if plan.difficulty is None else f"{plan.recipe}, {plan.difficulty}"
     head = ["rollouts per prompt", "R at the budget", "P(best)", "why"]
     rows = [

@@ -16,7 +16,7 @@ from sweeps.source.held_out import PromptShares
 def prompts_figure(shares: Sequence[PromptShares], ranking: Ranking, unit: str) -> Figure | None:
     """Draw one panel per recipe: prompts that always pass (dark), sometimes pass (light) and never pass (white).
 
-    Compute 0 is drawn at the left edge. None if no recipe has these fractions at two evaluations.
+    Compute 0 is drawn at the left edge. None if no recipe has these fractions for two evaluations.
     """
     by_recipe = {row.recipe: row for row in shares if len(row.compute) > 1}
     order = [entry.recipe for entry in ranking.ranking if entry.recipe in by_recipe]

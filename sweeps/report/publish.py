@@ -1,4 +1,4 @@
-"""Publish to MLflow: send the members' metrics, log fits and bands, print links of the views."""
+"""Publish to MLflow: send the members' metrics, log fits and bands, print links to the views."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ ARTIFACTS = (
 def publish(
     sources: Sequence[str], uri: str, ranked: Callable[[Sequence[Fit], Ranking], None] = lambda fits, ranking: None
 ) -> None:
-    """Publish one sweep to MLflow, and print the command that opens its interface and the links of its views.
+    """Publish one study to MLflow, and print the command that opens its interface and the links to its views.
 
     Args:
-        sources: exactly one run or sweep directory.
+        sources: exactly one folder of a run or study.
         uri: tracking URI, such as `sqlite:///mlflow.db`.
         ranked: function that is called with fits and ranking, before the links are printed.
 
     Raises:
-        UserError: the directory does not exist, there is nothing to fit, or MLflow cannot be reached.
+        UserError: the folder does not exist, there is nothing to fit, or MLflow cannot be reached.
     """
     if len(sources) != 1:
         raise UserError(f"publish: {len(sources)} sources given; one sweep at a time")
@@ -90,7 +90,7 @@ def publish_into(
     ranking: Ranking,
     at_k: AtK | None = None,
 ) -> str:
-    """Publish fits of a sweep that is already tracked; return the command and the links that open the views."""
+    """Publish fits of a study that is already tracked. Return the command and the links that open the views."""
     entries = {entry.recipe: entry for entry in ranking.ranking}
     labels = shortened([fit.recipe for fit in fits])
     places = {} if at_k is None else {row.recipe: row.at_k.place for row in at_k.rows}
@@ -117,9 +117,9 @@ def publish_into(
 
 
 def member_of(run_dir: Path) -> Member:
-    """Make the member of a run from the header of its journal."""
+    """Make a `Member` from the header of a run's journal."""
     header = read_journal(run_dir).header
-    # Runs of scripts may share an identity: add the folder's name.
+    # Runs of scripts may share an identity, so add the folder's name.
     run = header["run"] if (run_dir / SPEC_FILE).is_file() else f"{header['run']}-{run_dir.name}"
     return Member(
         run=run,
@@ -131,7 +131,7 @@ def member_of(run_dir: Path) -> Member:
 
 
 def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
-    """Summarize a fit for MLflow; parameters, curve and band are included only if A is identifiable."""
+    """Summarize a fit for MLflow. Parameters, curve and band are included only if A is identifiable."""
     common: dict[str, Any] = {
         "recipe": fit.recipe,
         "verdict": fit.verdict,
@@ -157,7 +157,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
         C_mid=fit.C_mid.value,
         R0=fit.R0,
         rmse=fit.rmse,
-        curve_x=compute + fit.curve.origin,  # MLflow has members' points at the compute of the whole run
+        curve_x=compute + fit.curve.origin,  # members' points in MLflow are at the compute since the run's start
         curve_y=band.value,
         band_low=band.low,
         band_high=band.high,
@@ -165,7 +165,7 @@ def summary(fit: Fit, entry: Ranked | None, label: str) -> FitSummary:
 
 
 def _efficiency(entry: Ranked | None) -> dict[str, float | None]:
-    """Return the compute to 90% of the way to a shared A, and its ratio to the first recipe's; empty if not tied."""
+    """Return the compute to 90% of the gain to a shared A, and its ratio to the first recipe's; empty if not tied."""
     if entry is None or entry.efficiency is None:
         return {}
     ratio = 1.0 if entry.p_neither is None else None if entry.ratio is None else entry.ratio.value

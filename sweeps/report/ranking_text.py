@@ -1,4 +1,4 @@
-"""Format a ranking as text for a terminal: the output of `scalerl rank`, and of a study that ends."""
+"""Format a ranking as text for a terminal, for `scalerl rank` and the end of a study."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rank_text(
 
 
 def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the ranking's table."""
+    """Return header and rows of the ranking's table."""
     tie = ["compute to 90%", "to 50%"] if ranking.shared_a is not None else []
     horizon = [] if ranking.horizon is None else [f"at {windows_text(ranking.horizon.windows)}"]
     head = ["rank", "recipe", "P(best)", *horizon, "A", *tie, "B at shared A", "why"]
@@ -68,7 +68,7 @@ def ranking_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
 
 
 def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of rewards at common compute and budget."""
+    """Return header and rows of the table of rewards at common compute and budget."""
     head = ["recipe", f"R at {rewards.compute:.4g}", "P(highest)"]
     if rewards.reward is not None:
         head += [f"compute to {rewards.reward:.3f}", "times the least"]
@@ -78,7 +78,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
     for entry in rewards.rows:
         row = [entry.recipe, format_interval(entry.R, ".3f"), f"{entry.p_best:.2f}"]
         if rewards.reward is not None:
-            # Compute as a multiple of the fastest recipe's compute. For the fastest recipe itself it is 1.
+            # Compute as a multiple of the fastest recipe's compute, which is 1 for that recipe.
             row += [
                 format_interval(entry.C, ".4g"),
                 "1" if entry.recipe == rewards.fastest else format_interval(entry.ratio, ".2f"),
@@ -91,7 +91,7 @@ def reward_rows(rewards: Rewards) -> tuple[list[str], list[list[str]]]:
 
 
 def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a ranking on several axes: each recipe's place, reward and probability of the highest."""
+    """Return header and rows of a ranking on several axes: each recipe's place, reward and chance of being highest."""
     head = ["recipe", *(f"at {column.compute:.4g} {column.name}" for column in by_axis.columns)]
     rows = []
     for recipe in by_axis.recipes:
@@ -109,9 +109,9 @@ def axis_rows(by_axis: ByAxis) -> tuple[list[str], list[list[str]]]:
 
 
 def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table with the rankings by pass@1 and by pass@k side by side.
+    """Return header and rows of a table with the rankings by pass@1 and by pass@k side by side.
 
-    For each metric, the table has the place and the reward at common compute, then the rank and the asymptote.
+    For each metric, it has the place and the reward at common compute, then the rank and the asymptote.
     """
     names = ("pass@1", f"pass@{at_k.k}")
     head = ["recipe", *(f"{name} at {at_k.compute:.4g}" for name in names), *(f"A of {name}" for name in names)]
@@ -130,19 +130,18 @@ def at_k_rows(at_k: AtK) -> tuple[list[str], list[list[str]]]:
 
 
 def signal_rows(signal: Signal) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of signal and noise by evaluation set."""
+    """Return header and rows of the table of signal and noise by evaluation set."""
     head = ["set", "mean", "signal", "noise", "signal to noise", "without the rise"]
     numbers = [(row.mean, row.signal, row.noise, row.ratio, row.ratio_without_rise) for row in signal.rows]
     return head, [[row.set, *map(_format, values)] for row, values in zip(signal.rows, numbers, strict=True)]
 
 
 def _format(value: float | None) -> str:
-    """Format a number with three digits; `-` for None."""
     return "-" if value is None else f"{value:.3g}"
 
 
 def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of recipes over several evaluation sets."""
+    """Return header and rows of the table of recipes over several evaluation sets."""
     first = aggregate.rows[0].recipe
     head = ["recipe", "runs", "interquartile mean", f"P({first} improves on it)", *aggregate.sets]
     rows = [
@@ -159,7 +158,7 @@ def aggregate_rows(aggregate: Aggregate) -> tuple[list[str], list[list[str]]]:
 
 
 def leave_one_out_rows(ranking: Ranking) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of variants against the baseline."""
+    """Return header and rows of the table of variants against the baseline."""
     head = ["variant", "delta A", "times the compute to 90%", "delta B at shared A", "note"]
     rows = [
         [

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 # Order of the members' states: states that need attention first, finished members and unknown states last.
 STATES = ("failed", "cancelled", "running", "ended", "stopped", "queued", "waiting", "finished", "")
 _CURVE = 16  # characters of a sparkline
-SURE, OUT = 0.95, 0.05  # P(best) at or above which a recipe is highlighted, and below which it is greyed out
-_TALL = 20  # minimum height of a terminal, in lines, for several sentences and warnings
-ROWS = 40  # largest number of members that are printed when the screen is closed
+SURE, OUT = 0.95, 0.05  # P(best) from which a recipe is highlighted, and below which it is grey
+_TALL = 20  # fewest lines of a terminal that show several sentences and warnings
+ROWS = 40  # most members that are printed when the screen is closed
 
 _RANKING = (
     Column("rank", 40, right=True), Column("recipe", soft=True), Column("P(best)", right=True), Column("A", right=True),
@@ -58,17 +58,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Screen:
-    """Content of the live screen at one time, which rich can draw.
+    """Content of the live screen at one time, drawn by rich.
 
     Attributes:
         title: name of the study.
         left_s: estimated seconds until the last member ends; None if unknown.
-        curves: mean over seeds of each recipe's rewards, in order.
+        curves: each recipe's rewards in order, averaged over seeds.
         ranking: newest ranking; None before the first ranking.
         ranked_s: age of the ranking in seconds.
-        behind: number of evaluations since the ranking.
+        behind: number of evaluations made since the ranking.
         waiting: why there is no ranking yet.
-        warnings: departures from forecasts, and problems of the sources; the most important first.
+        warnings: recipes that departed from their forecasts, and problems of the sources; the most important first.
         height: lines of the terminal; None for the final print when the screen is closed.
     """
 
@@ -96,7 +96,8 @@ class Screen:
         members = sorted(self.members, key=lambda member: STATES.index(member.state))
         row_count = len(ranking_rows) + ROWS
         if height is not None:
-            row_count = max(2, height - len(lines) - 4)  # the headers of both tables, a blank line, and "and 3 more"
+            # Leave out the headers of both tables, a blank line, and "and 3 more".
+            row_count = max(2, height - len(lines) - 4)
             ranking_rows = ranking_rows[: max(row_count // 2, row_count - len(members))]
         shown_members = members[: row_count - len(ranking_rows)]
         yield from lines
@@ -108,7 +109,6 @@ class Screen:
             yield Text(f"and {len(members) - len(shown_members)} more", "bright_black")
 
     def _head(self) -> Text:
-        """Return the title with the time left, and the number of members in each state."""
         states = Counter(member.state for member in self.members)
         counts = [f"{states[state]} {state}" for state in STATES if state and states[state]]
         time_left = [f"about {duration(self.left_s)} left"] if self.left_s and self.left_s >= 1 else []
@@ -116,7 +116,6 @@ class Screen:
         return Text.assemble((one_line(self.title), "bold"), "  ", summary)
 
     def _age(self) -> list[Text]:
-        """Return the ranking's age, and the compute of its rewards."""
         if self.ranking is None:
             return []
         since = f", {counted(self.behind, 'evaluation')} since" if self.behind > 0 else ""
@@ -126,12 +125,12 @@ class Screen:
 
 
 def ranking_table(ranking: Ranking, curves: Mapping[str, tuple[float, ...]], width: int) -> Table:
-    """Make the table of a ranking, for the screen and the end of a study; curves: see `Screen`."""
+    """Make the table of a ranking, for the screen and the end of a study. For `curves` see `Screen`."""
     return fitted(_RANKING, _ranking_rows(ranking, curves), width)
 
 
 def mean_curve(curve: Curve) -> tuple[float, ...]:
-    """Return the mean reward over a recipe's seeds at their first, second, ... evaluation."""
+    """Return a recipe's rewards averaged over seeds, evaluation by evaluation."""
     by_place: dict[int, list[float]] = defaultdict(list)
     for seed in dict.fromkeys(curve.seed.tolist()):
         for place, reward in enumerate(curve.reward[curve.seed == seed].tolist()):
@@ -140,7 +139,7 @@ def mean_curve(curve: Curve) -> tuple[float, ...]:
 
 
 def _ranking_rows(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[list[Cell]]:
-    """Return the rows of the ranking; recipes without a rank follow, by P(best)."""
+    """Return the rows of the ranking. Recipes without a rank follow, by P(best)."""
     rewards = {} if ranking.rewards is None else {row.recipe: row.R.value for row in ranking.rewards.rows}
     names, scale = shortened(list(curves)), _scale(curves.values())
     last_rank = len(ranking.ranking) + 1
@@ -164,7 +163,7 @@ def _ranking_rows(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> 
 
 
 def _member_rows(shown: Sequence[Member], members: Sequence[Member]) -> list[list[Cell]]:
-    """Return the rows of the shown members; names and scale depend on all members."""
+    """Return the rows of the shown members. Their names and scale depend on all members."""
     names = shortened(list(dict.fromkeys(member.recipe for member in members)))
     scale = _scale(member.rewards for member in members)
     rows: list[list[Cell]] = []
@@ -183,6 +182,5 @@ def _member_rows(shown: Sequence[Member], members: Sequence[Member]) -> list[lis
 
 
 def _scale(curves: Iterable[Sequence[float]]) -> tuple[float, float]:
-    """Return the lowest and the highest value of all curves."""
     values = [value for curve in curves for value in curve]
     return min(values, default=0.0), max(values, default=1.0)

@@ -62,17 +62,17 @@ def write_report(
     half a second per recipe.
 
     Args:
-        path: path of the HTML file; its directory is created.
+        path: path of the HTML file; its folder is created.
         curves, fits: one per recipe, of the same recipes.
         ranking: ranking of these fits.
         runs: journals behind the curves, for mechanism counters and provenance; empty for other sources.
         title: name of the study; None for the file's name.
         warnings: warnings about the sources as a whole.
-        comparisons: comparisons of the families, one per recipe; if empty, the comparisons of the ranking.
+        comparisons: comparisons of families of curves, one per recipe; if empty, those of the ranking.
         mapping: one line per source on how it was read.
         histories: snapshots by recipe, see `histories`; None for none.
         workers: number of processes that share the refits, see `sweeps.parallel`.
-        beside: another study to show next to this study; None for none.
+        beside: another study to show next to this one; None for none.
         at_k: the ranking by pass@k, to show next to `ranking`; None for none.
         signal, aggregate: comparisons of the study's evaluation sets; None for none.
 
@@ -134,11 +134,11 @@ def write_report(
     with without_glyph_warnings():
         for name, figure in figures_drawn.items():
             files[page.with_name(f"{page.stem}_{name}.pdf")] = pdf(figure)
-            # The layout is final now. Do not compute it again for each format, because that takes most of the time.
+            # The layout is final now. Computing it again for each format would take most of the time.
             figure.set_layout_engine("none")
             files[page.with_name(f"{page.stem}_{name}.png")] = png(figure)
             panels[name] = panels_of(figure)
-            # Make the SVG last: `points_as_dots` replaces the markers that the PNG shows.
+            # The SVG comes last, because `points_as_dots` replaces the markers that the PNG shows.
             dots[name] = points_as_dots(figure)
             documents[name] = svg(figure)
             files[page.with_name(f"{page.stem}_{name}.svg")] = documents[name].encode("utf-8", errors="replace")
@@ -166,21 +166,21 @@ def _compare_families(fit: Fit) -> Comparison:
 
 
 def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choice:
-    """Return the choice between a group of recipes; if the group has all fits, the ranking's standing is reused."""
+    """Return the choice between a group of recipes. For a group of all recipes, the ranking's standing is reused."""
     if ranking.standing is not None and list(group) == list(fits):
         return Choice(group, ranking.standing)
     return choice_of(group, ranking.margin)
 
 
 def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
-    """Read the race records of the runs' studies; studies without looks or pruned trials are left out."""
+    """Read the race records of the runs' studies. Studies without looks or pruned trials are left out."""
     studies = dict.fromkeys(view.path.parent.parent.parent for view in runs)
     records = [RaceRecord.read(study) for study in studies]
     return [record for record in records if record.looks or record.pruned]
 
 
 def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> list[Comparison]:
-    """Compare the families on every recipe whose A has a value; comparisons in the ranking are reused."""
+    """Compare families of curves for every recipe whose A has a value. Comparisons in the ranking are reused."""
     known = {comparison.recipe: comparison for comparison in ranking.comparisons}
     with_asymptote = [fit for fit in fits if fit.A.value is not None]
     others = [fit for fit in with_asymptote if fit.recipe not in known]
@@ -189,7 +189,7 @@ def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> 
 
 
 def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
-    """Fit every recipe at growing compute, about a dozen times, for `write_report`; takes about a second per recipe."""
+    """Fit every recipe at growing compute, about a dozen times, for `write_report`. This takes a second per recipe."""
     result = {}
     for fit in fits:
         computes = np.unique(fit.curve.compute[fit.curve.compute > 0])
@@ -201,9 +201,9 @@ def histories(fits: Sequence[Fit]) -> dict[str, list[Snapshot]]:
 
 
 def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -> Path:
-    """Write a CSV row per recipe, in the ranking's order; open bounds and unidentifiable values are empty cells.
+    """Write a CSV row per recipe, in the ranking's order. Open bounds and unidentifiable values are empty cells.
 
-    A text that a spreadsheet would read as a formula is prefixed by an apostrophe.
+    A text that a spreadsheet would read as a formula gets an apostrophe in front.
 
     Raises:
         UserError: the file cannot be written.
@@ -219,7 +219,7 @@ def write_ranking_csv(path: str | Path, fits: Sequence[Fit], ranking: Ranking) -
 
 
 def _csv_row(fit: Fit, ranking: Ranking, index: int) -> dict[str, Any]:
-    """Return the row of a recipe, by column; index: position of the recipe in the ranking."""
+    """Return the row of a recipe, by column. `index` is the recipe's position in the ranking."""
     entry = ranking.ranking[index]
     shared, budget, unknown = entry.B_at_shared_A, entry.R_at_budget, Interval(None, None, None)
     return {
@@ -253,17 +253,15 @@ def _csv_row(fit: Fit, ranking: Ranking, index: int) -> dict[str, Any]:
 
 
 def _quote_formula(value: Any) -> Any:
-    """Quote a text that a spreadsheet would evaluate: labels and reasons may come from other people's files."""
+    """Quote a text that a spreadsheet would evaluate, because labels and reasons may come from other people's files."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
 
 
 def _cells(name: str, interval: Interval) -> dict[str, float | None]:
-    """Return the three cells of an estimate with its bounds."""
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file, and create its directory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

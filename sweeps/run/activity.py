@@ -1,9 +1,9 @@
-"""Watchdog of the run in this process: record activity, and end the process if it hangs.
+"""Watchdog of the run in this process: record its activity, and end the process if it hangs.
 
-A process that hangs (a collective whose peer is gone, a file server that never answers, a deadlock) would hold its GPUs
-until the job's time limit. A run records everything it does: a decoded token, a micro-batch, a line of the journal. If
-it records nothing for much longer than ever before, the watchdog reports that, writes every thread's stack to the log
-and ends the process. The program that started the process then resumes from the last checkpoint.
+A process that hangs (in a collective whose peer is gone, on a file server that never answers, in a deadlock) would hold
+its GPUs until the job's time limit. So a run records everything it does: a decoded token, a micro-batch, a line of the
+journal. If it records nothing for much longer than ever before, the watchdog reports that, writes every thread's stack
+to the log and ends the process. The program that started it then resumes the run from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sweeps.errors import UserError
 
 # Exit code of a process that the watchdog ended because it hung.
 HUNG_CODE = 86
-# File descriptor of stderr, which goes to a member's log. It is used because sys.stderr may be replaced or buffered.
+# File descriptor of stderr, which goes to a member's log. `sys.stderr` may be replaced or buffered.
 _STDERR = 2
-# Time limit for final messages, because the log may be on the file server that does not answer.
+# Time limit for writing the last messages, because the log may be on a file server that does not answer.
 _LAST_WORDS_S = 60.0
-# A thread in one of these modules waits at a debugger's prompt; that is not a hang.
+# A thread in one of these modules waits at a debugger's prompt, which is not a hang.
 _DEBUGGERS = frozenset({"pdb", "bdb"})
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Hang timeout of a run: how long it may show no activity.
+    """Hang timeout of a run: how long it may record no activity.
 
     Attributes:
-        factor: multiple of the longest pause between two activities so far; None for no timeout.
+        factor: the timeout as a multiple of the longest earlier pause between two activities; None for no timeout.
         at_least_s: lower bound of the timeout in seconds, because the first step loads, compiles and fills caches.
     """
 
@@ -46,7 +46,7 @@ class Patience:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Patience:
-        """Read the timeout from a configuration: `launch.hang_factor` and `launch.hang_min_s`, if they are set.
+        """Read the timeout from `launch.hang_factor` and `launch.hang_min_s` of a configuration, if they are set.
 
         Raises:
             UserError: a value is not a number above its lower bound.
@@ -67,19 +67,18 @@ class Patience:
 
 
 class Activity:
-    """Record of this process's last activity and longest pause. There is one per process, `activity` below.
-
+    """Record of this process's last activity and longest pause. `activity` below is the only instance.
     Attributes:
         longest_s: longest pause between two activities in seconds.
-        last_word: called with the reason before a hanging process ends itself; set by code that records attempts.
-        reports: functions that return further values to write with each heartbeat, by name.
+        last_word: called with the reason before a process that hangs is ended; set by the code that records attempts.
+        reports: functions, by name, whose values are written with each heartbeat of the lease.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._doing = "starting"
         self._last = clock()
-        self._awake_until = math.inf  # the process is known to be awake until then; it may be suspended later
+        self._awake_until = math.inf  # until then the process is known not to have been suspended
         self.longest_s = 0.0
         self.last_word: Callable[[str], None] = lambda reason: None
         self.reports: dict[str, Callable[[], Any]] = {}
@@ -88,7 +87,7 @@ class Activity:
         """Record an activity, which restarts the hang timeout. Cheap enough to call for every token."""
         now = self._clock()
         # No lock is needed: if threads record activities at the same time, a pause may at worst appear shorter.
-        if now <= self._awake_until:  # otherwise the process may have been suspended, so this was not a pause
+        if now <= self._awake_until:  # otherwise it may have been suspended in between, and this was no pause
             self.longest_s = max(self.longest_s, now - self._last)
         self._doing, self._last = doing, now
 
@@ -103,7 +102,7 @@ class Activity:
         return self._clock() - self._last
 
     def facts(self) -> dict[str, Any]:
-        """Return the last activity, the seconds since then, and `reports`, to write with a heartbeat."""
+        """Return what to write with a heartbeat: the last activity, the seconds since then, and `reports`."""
         reports = {name: report() for name, report in list(self.reports.items())}
         return {"doing": self._doing, "idle_s": round(self.idle_s, 1), **reports}
 
@@ -119,7 +118,7 @@ class Activity:
 
     @contextmanager
     def watched(self, patience: Patience, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Watch the run in a `with` block: if it hangs, call `leave` and end this process with `HUNG_CODE`."""
+        """Watch the run in a `with` block. If it hangs, call `leave` and end this process with `HUNG_CODE`."""
         if patience.factor is None:
             yield
             return
@@ -132,7 +131,7 @@ class Activity:
             while not done.wait(every_s):
                 now = self._clock()
                 late_s, last_check = now - last_check - every_s, now
-                if late_s > every_s:  # the process was suspended and resumed (by a cluster, Ctrl-Z): not idle time
+                if late_s > every_s:  # the process was suspended (by a cluster, or Ctrl-Z), which is not idle time
                     self._last += late_s
                 self._awake_until = now + 3 * every_s
                 reason = self.hung(patience)
@@ -140,7 +139,7 @@ class Activity:
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)
                 assert limit_s is not None
-                # Fallback: a call that never releases the GIL blocks this thread, but not faulthandler's.
+                # Second watchdog, which needs no GIL: a call that never releases the GIL blocks this thread as well.
                 faulthandler.dump_traceback_later(2 * limit_s + every_s, exit=True, file=_STDERR)
 
         thread = threading.Thread(target=watch, daemon=True, name="signs of life")
@@ -154,7 +153,7 @@ class Activity:
             faulthandler.cancel_dump_traceback_later()
 
     def _end(self, reason: str, leave: Callable[[], None]) -> None:
-        """End this process after its final messages, or after `_LAST_WORDS_S`."""
+        """End this process once `_report` has returned, or after `_LAST_WORDS_S`."""
         thread = threading.Thread(target=self._report, args=(_stacks(), reason, leave), daemon=True, name="last words")
         with suppress(Exception):
             thread.start()
@@ -162,7 +161,7 @@ class Activity:
         os._exit(HUNG_CODE)
 
     def _report(self, stacks: str, reason: str, leave: Callable[[], None]) -> None:
-        """Write stacks and reason, and call `leave`; each part may fail without stopping the others."""
+        """Write stacks and reason, and call `leave`. If one of these fails, the others still run."""
         with suppress(Exception):  # the stacks first, because they are the most useful
             os.write(_STDERR, stacks.encode())
         with suppress(Exception):
@@ -176,7 +175,7 @@ class Activity:
 
 
 def _stacks() -> str:
-    """Format the stack of every thread. Unlike `faulthandler`, this does not stop other threads while writing."""
+    """Format the stack of every thread. `faulthandler` would stop all other threads while it writes."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, innermost in sys._current_frames().items():
@@ -189,13 +188,11 @@ def _stacks() -> str:
 
 
 def _debugged() -> bool:
-    """Return whether a thread is in a debugger, whose prompt is not a hang."""
     frames = sys._current_frames().values()
     return any(frame.f_globals.get("__name__") in _DEBUGGERS for innermost in frames for frame in _frames(innermost))
 
 
 def _frames(innermost: FrameType) -> Iterator[FrameType]:
-    """Yield the frames of a stack, beginning with the innermost."""
     frame: FrameType | None = innermost
     while frame is not None:
         yield frame

@@ -1,4 +1,4 @@
-"""Names of a run's checkpoints: `checkpoints/step-00000120.ckpt`, a file or a folder of shards."""
+"""Names of a run's checkpoints: `checkpoints/step-00000120.ckpt` is a file, or a folder of shards."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the paths of complete checkpoints, newest first."""
+    """Return the paths of the complete checkpoints in a folder, newest first."""
     return sorted((path for path in directory.glob("step-*.ckpt") if CHECKPOINT.fullmatch(path.name)), reverse=True)

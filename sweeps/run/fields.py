@@ -1,4 +1,4 @@
-"""Get fields of JSON objects and check their types, because damaged or foreign files may contain anything."""
+"""Get fields of JSON objects and check their types, because damaged files or those of others may contain anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Larger integers are not exact as floats, which arrays and other programs use.
+# Larger integers are not exact as floats, and arrays and other programs store numbers as floats.
 MAX_INTEGER = 2**53
 # Longest file name, in bytes, on common file systems.
 _MAX_NAME_BYTES = 255
@@ -33,7 +33,7 @@ def texts(entry: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def run_name(entry: Mapping[str, Any], name: str = "run") -> str:
-    """Return a field with the name of a run, which must be valid as the name of a folder; raises like `text`."""
+    """Return a field with a run's name, which must be valid as the name of a folder; raises like `text`."""
     value = text(entry, name)
     raw = value.encode(errors="replace")
     if not raw or len(raw) > _MAX_NAME_BYTES or value in (".", "..") or "/" in value or not value.isprintable():

@@ -26,7 +26,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
         with os.fdopen(descriptor, "wb") as handle:
             handle.write(text.encode() if isinstance(text, str) else text)
             handle.flush()
-            # Sync before the rename: after a power cut the new name could otherwise refer to an empty file.
+            # Sync before the rename. Otherwise the new name may refer to an empty file after a power cut.
             os.fsync(handle.fileno())
         unfinished.rename(path)
     except BaseException:
@@ -35,7 +35,7 @@ def write_atomically(path: Path, text: str | bytes, mode: int = 0o666) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content to the disk, no matter which process wrote it; ignore a file that cannot be read."""
+    """Flush a file's content to the disk, whichever process wrote it. A file that cannot be opened is ignored."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -52,12 +52,12 @@ def make_private(directory: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically: even after a crash, readers see either the old or the new file."""
+    """Write a JSON file atomically: even after a crash, readers see either the old file or the new one."""
     write_atomically(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; return an empty dict if it is missing, unreadable or not an object."""
+    """Read a JSON object from a file; return an empty dict if the file is missing, unreadable or not an object."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ _CHECKSUM_DIGITS = 8
 def append_lines(
     path: Path, entries: Sequence[Mapping[str, Any]], durable: bool = False, checksum: bool = False
 ) -> None:
-    """Append entries, one line each, to a file that other processes may append to as well; see `append_to`."""
+    """Append entries, one line each, to a file to which other processes may append too; see `append_to`."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         append_to(descriptor, entries, durable, checksum)
@@ -111,22 +111,22 @@ def append_lines(
 def append_to(
     descriptor: int, entries: Sequence[Mapping[str, Any]], durable: bool = False, checksum: bool = False
 ) -> None:
-    """Append entries, one line each, to an open file: all of them, or none if the disk is full.
+    """Append entries, one line each, to an open file. If the disk is full, none of them is appended.
 
     Args:
         descriptor: file descriptor opened for reading and appending (O_RDWR, O_APPEND).
         entries: JSON objects with finite numbers.
-        durable: whether to return only when the lines are on the disk.
+        durable: whether to return only after the lines are on the disk.
         checksum: whether to end each line with its CRC-32, which readers verify.
 
     Raises:
-        OSError: the entries could not be written. A part that was written is removed, so that a retry duplicates
-            nothing. If another process has appended after this part, it stays as a torn line.
+        OSError: the entries could not be written. What was written of them is removed, so that a retry does not
+            duplicate anything. If another process has appended since, it stays as a torn line.
         ValueError: a number is not finite.
     """
     raw = b"".join(dump_line(entry, checksum) for entry in entries)
     old_size = os.fstat(descriptor).st_size
-    # An earlier process may have left a torn line: start a new line, or the first entry would be lost with it.
+    # An earlier process may have left a torn line. Start a new line, so that the first entry is not lost with it.
     if old_size and os.pread(descriptor, 1, old_size - 1) != b"\n":
         raw = b"\n" + raw
     remaining = memoryview(raw)
@@ -136,9 +136,9 @@ def append_to(
         if durable:
             os.fsync(descriptor)
     except OSError:
-        with suppress(OSError):  # report the original error, not one from the clean-up
+        with suppress(OSError):  # the original error is raised, not one from the clean-up
             written, end = len(raw) - len(remaining), os.fstat(descriptor).st_size
-            # Another process may have appended meanwhile: remove only this process's bytes.
+            # Remove this process's bytes only if they are still last: another process may have appended after them.
             if os.pread(descriptor, written, end - written) == raw[:written]:
                 os.ftruncate(descriptor, end - written)
         raise
@@ -157,7 +157,7 @@ def dump_line(entry: Mapping[str, Any], checksum: bool = False) -> bytes:
 
 
 def has_wrong_checksum(line: bytes) -> bool:
-    """Return whether a line ends with a wrong checksum; False for a line without a checksum."""
+    """Return whether a line ends with a wrong checksum; False if it has no checksum."""
     line = line.rstrip()
     start = max(0, len(line) - len(_CHECKSUM_FIELD) - _CHECKSUM_DIGITS - 2)
     if _CHECKSUM_NAME not in line[start:]:
@@ -166,9 +166,9 @@ def has_wrong_checksum(line: bytes) -> bool:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse a line to an object without its checksum; None if the line is torn, damaged or not an object.
+    """Parse a line and remove its checksum; return None if it is torn, damaged or not a JSON object.
 
-    A line without a checksum, as earlier versions wrote it, is accepted.
+    A line without a checksum, from an earlier version, is accepted.
     """
     if has_wrong_checksum(line):
         return None
@@ -183,16 +183,16 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_lines(raw: bytes) -> list[dict[str, Any]]:
-    """Parse the objects of a file, in order; torn lines and lines that are not objects are skipped."""
+    """Parse the objects of a file, in order, without torn lines and lines that are not objects."""
     return [entry for line in raw.split(b"\n") if (entry := parse_line(line)) is not None]
 
 
 def numbered_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
-    """Read a file of JSON lines; a missing file is like an empty one.
+    """Read a file of JSON lines. A missing file counts as empty.
 
     Returns:
-        Pairs of line number (from 1) and object, and the numbers of damaged lines. A torn last line, left by a process
-        that was killed while writing, is in neither list.
+        Pairs of line number (from 1) and object, and the numbers of damaged lines. A torn last line, which a killed
+        process may leave, is in neither list.
     """
     try:
         *lines, torn = path.read_bytes().split(b"\n")
@@ -216,18 +216,18 @@ def named_lines(numbers: Sequence[int]) -> str:
 
 
 def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes: int = 8192) -> Iterator[bytes]:
-    """Yield the complete lines of an open file from the last one backwards, reading only as far as needed.
+    """Yield the complete lines of an open file, the last one first, and read only as much as needed.
 
     Args:
         handle: file opened for reading bytes.
-        most_bytes: largest number of bytes to read from the end; a line that begins before these bytes is left out.
-            None for no limit.
-        block_bytes: size of the first read; later reads are larger.
+        most_bytes: read at most this many bytes from the end; a line that begins before them is left out. None for no
+            limit.
+        block_bytes: number of bytes in the first read; later reads are larger.
     """
     at = handle.seek(0, os.SEEK_END)
     first = 0 if most_bytes is None else max(0, at - most_bytes)
-    ends = False  # whether a line break was read: text after the last line break is torn
-    rest = b""  # the end of a line whose beginning is not read yet
+    ends = False  # whether a line break was found; what comes after the last one is a torn line
+    rest = b""  # beginning not read yet: the end of that line
     while at > first:
         size = min(block_bytes, at - first)
         at = handle.seek(at - size)
@@ -244,7 +244,7 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
 
 
 def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
-    """Return the last `most_bytes` of a text file, but nothing before the position `begin`; "" if unreadable."""
+    """Return at most the last `most_bytes` of a text file, from position `begin` on; "" if it cannot be read."""
     try:
         with path.open("rb") as handle:
             handle.seek(max(begin, handle.seek(0, os.SEEK_END) - most_bytes))
@@ -256,12 +256,12 @@ def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
 def whole_lines(raw: bytes) -> tuple[list[bytes], int]:
     """Return the lines of a file up to its last valid JSON line, and their total length in bytes.
 
-    The file should be truncated at that length before a writer appends. Damaged lines before the last valid line are
-    included, so that the reader can report them.
+    A writer truncates the file to that length before it appends. Damaged lines before the last valid one are included,
+    so that the reader can report them.
     """
     end = raw.rfind(b"\n") + 1
     lines = raw[:end].split(b"\n")[:-1]
-    # A power failure can leave a last line of zeros, or half a record that still ends in a line break.
+    # After a power failure the last line may consist of zeros, or be half a record that still ends in a line break.
     while lines and parse_line(lines[-1]) is None:
         end -= len(lines.pop()) + 1
     return lines, end

@@ -1,27 +1,27 @@
-"""Check for a visible GPU by device files and environment, without a slow import."""
+"""Check from device files and the environment whether a GPU is visible, without a slow import."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Environment variable set in a job that requests GPUs, read by the training process in it.
+# Environment variable that is set in a job that requests GPUs. The training process in the job reads it.
 REQUIRED = "SCALERL_REQUIRE_GPU"
 _DEVICES = Path("/dev")
-# Values of the variables in `_VISIBLE` that hide all GPUs; SLURM writes NoDevFiles if it only counts GPUs.
+# Values of the variables in `_VISIBLE` that hide all GPUs. SLURM sets NoDevFiles if it only counts GPUs.
 _NONE = frozenset({"", "-1", "NoDevFiles"})
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class NoGpuError(RuntimeError):
-    """Error: this process should train on a GPU but sees none; the message is one line."""
+    """Error: this process should train on a GPU but sees none. The message is one line."""
 
 
 def check_gpu() -> None:
-    """Check that a GPU's device file exists and is not hidden from this process, not that the GPU works.
+    """Check that a GPU's device file exists and is not hidden from this process. Whether the GPU works is not checked.
 
     Raises:
-        NoGpuError: there is no visible GPU; the message has the cause and the remedy.
+        NoGpuError: no GPU is visible. The message has the cause and the remedy.
     """
     for name in _VISIBLE:
         if os.environ.get(name, "0").strip() in _NONE:

@@ -10,11 +10,10 @@ from sweeps.run.provenance import changes_line
 
 
 def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float]]:
-    """Average the last `mechanism/<axis>`, which measures whether the choice on an axis had an effect, over runs.
+    """Average the last `mechanism/<axis>` of each run, which shows whether the choice on the axis had an effect.
 
     Returns:
-        Means over the runs of each recipe, in [0, 1], by recipe label and axis. Recipes without this metric are left
-        out.
+        Mean over the runs of each recipe, in [0, 1], by recipe label and axis. Recipes without this metric are missing.
     """
     collected: dict[str, dict[str, list[float]]] = {}
     for view in runs:
@@ -30,7 +29,7 @@ def mechanism_counters(runs: Sequence[JournalView]) -> dict[str, dict[str, float
 
 
 def idle_variants(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning for each changed axis of a recipe whose `mechanism/<axis>` ended at 0 in all runs."""
+    """Return a warning for each axis on which a recipe departs from its baseline without effect in any of its runs."""
     counters = mechanism_counters(runs)
     notes = set()
     for view in runs:
@@ -42,16 +41,16 @@ def idle_variants(runs: Sequence[JournalView]) -> list[str]:
     return sorted(notes)
 
 
-# Properties of an optimizer that determine the smallest update that changes a weight.
+# Properties of an optimizer that determine which is the smallest update that changes a weight.
 _PRECISION_SETTINGS = ("storage", "states", "eps")
 
 
 def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning if trainers differ in the types of weights and optimizer states, or in epsilon; else nothing.
+    """Return one warning, in a list, if trainers differ in the types of weights or optimizer states, or in epsilon.
 
-    One recipe at one learning rate ended at a reward of .818 or .733, depending only on the storage type (AReaL#1634).
-    Trainers that do not state these values are left out. Differences between runs of one trainer give no warning,
-    because the study varies them on purpose.
+    One recipe at one learning rate ended at a reward of .818 or .733, depending only on the storage type of its weights
+    (AReaL#1634). Trainers that do not report these values are left out. Runs of one trainer may differ without a
+    warning, because a study varies them on purpose.
     """
     by_trainer: dict[str, dict[str, set[str]]] = {}
     for view in runs:
@@ -71,9 +70,9 @@ def optimizer_differences(runs: Sequence[JournalView]) -> list[str]:
 
 
 def _precision_settings(view: JournalView) -> dict[str, str]:
-    """Return a run's trainer, types of weights and optimizer states, and epsilon, as strings, without unknown values.
+    """Return those of a run's trainer, types of weights and optimizer states, and epsilon that are known, as strings.
 
-    An adopted run can state them in columns (`scalerl adopt --by loss,storage=config.dtype,eps=config.adam_epsilon`).
+    For an adopted run they may be columns (`scalerl adopt --by loss,storage=config.dtype,eps=config.adam_epsilon`).
     """
     settings = view.header.get("settings") or {}
     stated = {name: value for name, value in settings.items() if name in ("trainer", *_PRECISION_SETTINGS)}
@@ -81,7 +80,7 @@ def _precision_settings(view: JournalView) -> dict[str, str]:
         semantics = json.loads((view.path.parent / SEMANTICS_FILE).read_text())
         stated |= semantics.get("optimizer") or {}
     except (OSError, ValueError, AttributeError, TypeError):
-        semantics = {}  # the file is missing: the journal was copied alone, or is from an earlier version
+        semantics = {}  # the file is missing: the journal was copied alone, or an earlier version wrote it
     if "choices" in semantics:
         stated["trainer"] = "lightning-scalerl"
     states = stated.get("states")
@@ -94,7 +93,6 @@ def _precision_settings(view: JournalView) -> dict[str, str]:
 
 
 def _short(text: str | None) -> str | None:
-    """Return a number in its shortest form; None if the text is None or not a number."""
     try:
         return f"{float(text):g}" if text is not None else None
     except ValueError:
@@ -121,7 +119,7 @@ def truncation_alarms(runs: Sequence[JournalView]) -> list[str]:
 
 
 def code_changes(runs: Sequence[JournalView]) -> list[str]:
-    """Return a warning for each resume of a run with different code."""
+    """Return a warning for each time that a run was resumed with different code."""
     return [
         f"{view.header.get('recipe')} seed {view.header.get('seed')}: continued from step {max(0, change.step)} "
         f"with other code: {changes_line(change.what)}"

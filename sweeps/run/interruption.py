@@ -1,9 +1,9 @@
-"""Requests to stop a run at its next step boundary: by a scheduler's signal, or by the study's decider.
+"""Requests to stop a run at its next step boundary: by a signal of the scheduler, or by the study's decider.
 
-A signal can arrive in the middle of an optimizer step or of generation, so its handler only records the request. A
-study's controller may be on another machine, so it writes a file into the run's directory. The training loop checks
-both at step boundaries, saves, and raises `RunInterruptedError`. After a signal, the program that started the run
-continues it in another job. After a request of its study, the run stays stopped.
+A signal can arrive in the middle of an optimizer step or of generation, so its handler only records the request. The
+study's controller may be on another machine, so it writes a file into the run's directory. At each step boundary the
+training loop checks for both, saves, and raises `RunInterruptedError`. After a signal, the program that started the run
+continues it in another job. After a request by its study, the run stays stopped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from types import FrameType
 from sweeps.run.files import read_json, write_json
 
 STOP_FILE = "stop.json"
-# Seconds between two checks for the stop file, which may be on a slow file system.
+# Seconds between two checks for the stop file, because its file system may be slow.
 _CHECK_EVERY_S = 2.0
 _STDERR = 2
 _CTRL_C = b"Ctrl-C: the run stops as soon as it is saved; a second Ctrl-C ends it at once\n"
 
 
 class RunInterruptedError(Exception):
-    """Raised when a run has saved and stopped on request and can be resumed; `args[0]` has the step and reason."""
+    """Raised when a run has saved and stopped on request. It can be resumed; `args[0]` has step and reason."""
 
 
 def ask_to_stop(run_dir: Path, reason: str) -> None:
-    """Write the stop file of a run on any machine. The run stops at its next step boundary and is not resumed."""
+    """Write the stop file of a run, on this or another machine. The run stops at its next step boundary."""
     write_json(run_dir / STOP_FILE, {"reason": reason})
 
 
@@ -50,7 +50,7 @@ def clear_stop_request(run_dir: Path) -> None:
 
 
 class Interruption:
-    """Stop request for the run in this process. There is one per process, `interruption` below."""
+    """Stop request for the run in this process. The process has one: `interruption`, at the end of this file."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -60,7 +60,7 @@ class Interruption:
 
     @property
     def reason(self) -> str | None:
-        """Reason to stop at the next step boundary; None without a request. Checks for a stop file every 2 seconds."""
+        """Reason to stop at the next step boundary; None without one. Looks for a stop file every 2 seconds."""
         if self._reason is None and self._run_dir is not None and self._clock() - self._last_check >= _CHECK_EVERY_S:
             self._last_check = self._clock()
             self._reason = requested_stop(self._run_dir)
@@ -68,20 +68,20 @@ class Interruption:
 
     @property
     def requested(self) -> bool:
-        """Return whether the run should stop at its next step boundary."""
+        """True if the run should stop at its next step boundary."""
         return self.reason is not None
 
     def request(self, reason: str) -> None:
-        """Request a stop; the first reason is kept."""
+        """Request a stop. If there was a request before, its reason is kept."""
         self._reason = self._reason or reason
 
     def clear(self) -> None:
-        """Drop the request, but keep a stop file."""
+        """Drop the request in memory. A stop file stays."""
         self._reason = None
 
     @contextmanager
     def watching_stop_file(self, run_dir: Path) -> Iterator[None]:
-        """Check for a stop file in the run's directory during a `with` block."""
+        """Also obey a stop file in the run's directory during a `with` block."""
         self._run_dir, self._last_check = run_dir, self._clock() - _CHECK_EVERY_S
         try:
             yield
@@ -90,10 +90,9 @@ class Interruption:
 
     @contextmanager
     def on_signals(self, signals: Sequence[signal.Signals]) -> Iterator[None]:
-        """Let these signals request a stop during a `with` block, then restore their earlier handlers.
+        """Let these signals request a stop during a `with` block. Earlier handlers are restored afterwards.
 
-        Only the first SIGINT (Ctrl-C) requests a stop. The second raises KeyboardInterrupt at once, because the next
-        step boundary may be minutes away.
+        The second SIGINT (Ctrl-C) raises KeyboardInterrupt at once, because the next step boundary may be minutes away.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Facts about the cluster job to which this process belongs, on any kind of cluster."""
+"""Facts about the cluster job to which this process belongs, for any kind of cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sweeps.run import slurm_job
 
 
 class Job(Protocol):
-    """Facts about a cluster job. The program that the cluster starts passes them to `enter`."""
+    """Protocol of the facts about a cluster job. The program that the cluster starts passes them to `enter`."""
 
     def job_id(self) -> str:
         """Return the job's id, as the cluster lists it."""
@@ -27,14 +27,14 @@ class Job(Protocol):
         """Return this machine's name, as the cluster calls it."""
 
     def length_s(self) -> float | None:
-        """Return the seconds from the job's start to its time limit; None to use the limit in the job's manifest."""
+        """Return the seconds from the job's start to its time limit; None if the job's manifest has the limit."""
 
     def identity(self) -> Mapping[str, str | None]:
-        """Return facts that distinguish this start of the job, equal for all ranks; the key `job` has the job's id."""
+        """Return facts that identify this start of the job, equal on all ranks; the key `job` has its id."""
 
 
-# A run that the user started with sbatch or srun never calls `enter`, so SLURM's facts are the default. Outside of
-# SLURM they describe a single process.
+# SLURM's facts are the default, because `enter` is not called in a run that the user started with sbatch or srun.
+# Outside of SLURM they describe a single process.
 _current: Job = slurm_job
 
 

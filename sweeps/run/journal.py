@@ -3,30 +3,32 @@
 One JSON object per line, flushed when written. Kinds of record:
 
     {"kind": "run", "time": ..., "run": ..., "curve": ..., "recipe": ..., "seed": ..., "parameters": ...}
-        "branch": for a run that began with the records of another run, its parent: the parent's "run", the "step" of
-        the last shared record, and all "ancestors" with such steps
+        "branch": if the run began with the records of another run, its parent: the parent's "run", the "step" of the
+        last shared record, and all "ancestors" with such steps
     {"kind": "train", "time": ..., "step": 12, "metrics": {"train/loss": ..., "compute/flops": ...}}
     {"kind": "eval", "time": ..., "step": 12, "metrics": {"eval/heldout/pass_rate": ..., ...}}
     {"kind": "checkpoint", "time": ..., "step": 12}          every record up to step 12 is now durable
-        "name": for a command member, the name of its trainer's checkpoint, whose "step" is -1 if no step is complete
-    {"kind": "attempt", "time": ..., "step": 12}             a command member is about to start; its newest step is 12
-        "cuts": positions where earlier attempts left half a line in the command's metrics
+        "name": for a member that runs another trainer's command, the name of that trainer's checkpoint; "step" is then
+        -1 if the checkpoint completes no step
+    {"kind": "attempt", "time": ..., "step": 12}             another trainer's command is about to start; step 12 is its
+        newest. "cuts": positions in the command's metrics file where earlier attempts left half a line
         (`sweeps.command.growing.Cut`)
     {"kind": "resume", "time": ..., "step": 12}              earlier records of steps after 12 are void
-        "code": the code from here on (`sweeps.run.provenance`; the header has it too), "passed_over": unusable
-        checkpoints, each with the reason
+        "code": the code from here on (`sweeps.run.provenance`; the header has it too), "passed_over": checkpoints that
+        could not be used, each with the reason
     {"kind": "mended", "time": ..., "step": 8, "line": ..., "kept": ..., "metrics": ...}
-        the journal was broken from "line" on, and was cut there; "kept" is the name of the damaged file
+        the journal was broken from "line" on and was cut there; "kept" is the name of the copy of the damaged file
         (`sweeps.run.repair`). The run resumes from step 8 or earlier. "metrics" are those of the newest record in the
-        damaged file, to count the compute of lost records. The next `resume` may repeat line, kept and step as "mended"
+        damaged file, from which the compute of lost records is counted. The next `resume` may repeat line, kept and
+        step as "mended"
     {"kind": "end", "time": ..., "step": 150, "status": "finished" | "failed", "reason": ...}
-        "final": true if the run cannot be continued under any budget, for this "reason"
+        "final": true if, for this "reason", the run cannot be continued under any budget
 
-Every line ends with `"crc"`, the CRC-32 of the line without this field (`sweeps.run.files`), so a changed line counts
-as broken. Lines of earlier versions have no checksum.
+Every line ends with `"crc"`, the CRC-32 of the line without this field (`sweeps.run.files`). A line that was changed
+counts as broken. Lines of earlier versions have no checksum.
 
-A torn last line (the process died while writing it) is ignored on reading and cut off before the next append. If two
-records have the same kind and step, the later one is valid.
+A torn last line (the process died while writing it) is ignored on reading, and cut off before the next append. If two
+records have the same kind and step, the later one counts.
 """
 
 from __future__ import annotations
@@ -50,29 +52,29 @@ from sweeps.run.files import append_to, parse_line, whole_lines
 from sweeps.run.provenance import code_changes
 
 JOURNAL_FILE = "metrics.jsonl"
-# Metric of an evaluation's reward; the group of the expression is the evaluation set.
+# Metric that is the reward of an evaluation. The regular expression's group is the name of the evaluation set.
 PASS_RATE = re.compile(r"eval/(.+)/pass_rate")
 CONFIG_FILE = "config.yaml"
 SEMANTICS_FILE = "semantics.json"
-# Name of the hyper-parameter that gives loggers the label in the journal's header. The hyper-parameter `recipe` does
-# not suffice, because it is only the recipe's name.
+# Name of the hyper-parameter with which loggers get the label in the journal's header. The hyper-parameter `recipe` is
+# only the recipe's name.
 LABEL = "recipe_label"
 
-# Metrics that depend on the wall clock. In a deterministic mode all others must repeat bit for bit.
+# Metrics that depend on the wall clock. In a deterministic mode all others must be equal, bit for bit, in a repetition.
 WALL_CLOCK_PREFIXES = (
     *("compute/device_hours", "compute/wasted_", "time/"),
-    # Duration of a judge's answers, and how many answers were paid for because they were not in the cache.
+    # Duration of a judge's answers, and number of answers that were paid for because the cache did not have them.
     *("compute/judge_hours", "eval_cost/judge_hours", "verify/judge_"),
 )
 
 
 class JournalError(UserError):
-    """Error: a journal cannot be read; the message names file, line and remedy."""
+    """Error: a journal cannot be read. The message names file, line and remedy."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step's metrics of one kind (`train` or `eval`), with its wall-clock time in seconds."""
+    """Metrics of one kind (`train` or `eval`) at one step, with the wall-clock time in seconds."""
 
     kind: str
     step: int
@@ -87,7 +89,7 @@ class Record:
 
 @dataclass(frozen=True)
 class CodeChange:
-    """A resume from `step` with different code than the records before it; `what` lists the changes."""
+    """A resume from `step` with other code than that of the records before it; `what` lists the changes."""
 
     step: int
     what: tuple[str, ...]
@@ -95,21 +97,21 @@ class CodeChange:
 
 @dataclass
 class JournalView:
-    """Content of a journal, without superseded records, in the order written.
+    """Content of a journal in the order written, without records that a later line replaced or made void.
 
     Attributes:
         path, header: path of the file, and its first record.
         records: valid `train` and `eval` records.
-        checkpoint_step: newest step covered by a checkpoint; None without one.
+        checkpoint_step: newest step covered by a checkpoint; None if there is no checkpoint.
         status, reason: `running`, `finished` or `failed`, and why the run failed or finished before its budget.
-        final: whether the run finished before its budget and cannot be continued under a larger budget.
-        code: pairs of a step and the code provenance from that step on, for records that are still valid; -1 is the
-            start of the run. Empty in journals of earlier versions.
-        passed_over: unusable checkpoints, from the newest `resume` record.
-        mended: the `mended` record; None without one, or if the run has resumed since.
-        attempts: the `attempt` records of a command, in order.
-        checkpoint_name: name of a command's newest checkpoint; None if none was recorded.
-        holes: first and last step of each range that has no records, because the run resumed from a later step.
+        final: whether the run finished before its budget and cannot be continued under a larger one.
+        code: pairs of a step and the code provenance from that step on; step -1 is the start of the run. Empty in
+            journals of earlier versions.
+        passed_over: checkpoints that could not be used, from the newest `resume` record.
+        mended: the `mended` record; None if there is none, or if the run has resumed since.
+        attempts: for a run of another trainer's command, its `attempt` records in order.
+        checkpoint_name: for such a run, the name of its newest checkpoint; None if none was recorded.
+        holes: first and last step of each range without records: the run resumed from a later step than they reach.
     """
 
     path: Path
@@ -128,13 +130,13 @@ class JournalView:
 
     @property
     def missing(self) -> str | None:
-        """Description of the steps without records; None if there is no hole."""
+        """Description of the steps without records; None if `holes` is empty."""
         steps = [f"step {first}" if first == last else f"steps {first} to {last}" for first, last in self.holes]
         return f"no records of {', '.join(steps)}" if steps else None
 
     @property
     def code_changes(self) -> list[CodeChange]:
-        """Code changes between the valid records, with the steps from which they apply."""
+        """Changes of code within the valid records, with the steps from which they apply."""
         pairs = zip(self.code, self.code[1:], strict=False)
         changes = [CodeChange(step, code_changes(before, after)) for (_, before), (step, after) in pairs]
         return [change for change in changes if change.what]
@@ -149,11 +151,11 @@ class JournalView:
         return sorted((r for r in self.records if r.kind == kind), key=lambda r: r.step)
 
     def deterministic(self) -> list[tuple[str, int, dict[str, float]]]:
-        """Return the records, by step, in which two runs with the same identity must agree bit for bit."""
+        """Return the records, sorted by step, in which two runs with the same identity must agree bit for bit."""
         return sorted((r.deterministic() for r in self.records), key=lambda r: (r[1], r[0]))
 
     def durable(self) -> list[Record]:
-        """Return the records covered by a checkpoint or the run's end, which no resume can make void."""
+        """Return the records that no resume can make void, because a checkpoint or the run's end covers them."""
         if self.status == "finished":
             return list(self.records)
         covered = -1 if self.checkpoint_step is None else self.checkpoint_step
@@ -184,11 +186,11 @@ def read_journal(run_dir: str | Path) -> JournalView:
 
 
 class JournalParser:
-    """Incremental parser of a journal, fed entry by entry.
+    """Incremental parser of a journal. It is given one entry after the other.
 
     Attributes:
         lines: number of lines parsed so far.
-        forgotten: by kind, the step up to which records are not stored.
+        forgotten: by kind, the step up to which records are dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -213,7 +215,7 @@ class JournalParser:
         """Apply the entry of the next line; None for a damaged line.
 
         Raises:
-            JournalError: the entry is None or not a journal record. The line is then not counted in `lines`.
+            JournalError: the entry is None or not a journal record. `lines` does not count it.
         """
         try:
             self._take(entry)
@@ -225,7 +227,7 @@ class JournalParser:
         self.lines += 1
 
     def _take(self, entry: Mapping[str, Any] | None) -> None:
-        """Apply one entry to the view by its kind; a malformed entry raises various errors."""
+        """Apply one entry to the view. A malformed entry raises one of the errors that `take` catches."""
         if entry is None:
             raise ValueError("no JSON object, or not as it was written: its checksum differs")
         view, kind = self._view, entry["kind"]
@@ -234,12 +236,13 @@ class JournalParser:
             view.header = dict(entry)
             _note_code(view, -1, entry)
         elif kind in ("train", "eval"):
-            # All records have the same metric names: store each name once, because a study's journals are gigabytes.
+            # Store each metric name once: all records have the same names, and the journals of a study may be
+            # gigabytes.
             metrics = {intern(name): value for name, value in dict(entry["metrics"]).items()}
             _check_numbers(metrics)
             record = Record(kind, fields.whole(entry, "step", least=-1), fields.number(entry, "time"), metrics)
             self._reached = max(self._reached, record.step)
-            # Remove the key first: a dict keeps an existing key's position, but records are in the order written.
+            # Remove the old record first: a dict would keep its position, but records must be in the order written.
             self._records.pop((kind, record.step), None)
             if record.step > self.forgotten.get(kind, record.step - 1):
                 self._records[kind, record.step] = record
@@ -268,18 +271,18 @@ class JournalParser:
             view.final = view.status == "finished" and entry.get("final") is True
 
     def skip(self, step: int) -> None:
-        """Count the line of a record that is not stored."""
+        """Count the line of a record that is not parsed."""
         self.lines += 1
         self._reached = max(self._reached, step)
 
     def _note_hole(self, step: int) -> None:
-        """Add a hole if the records before a resume from `step` end earlier than that step."""
+        """Note the steps without records if the run resumes from a later step than its records reach."""
         holes = [(first, min(last, step)) for first, last in self._view.holes if first <= step]
         self._view.holes = [*holes, (self._reached + 1, step)] if step > self._reached else holes
         self._reached = max(step, 0)
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Drop the records up to these steps, by kind, and do not store such records if they are read later."""
+        """For each kind, drop the records up to a step, now and whenever such records are read later."""
         self.forgotten = {
             kind: max(step, self.forgotten.get(kind, step)) for kind, step in {**self.forgotten, **steps}.items()
         }
@@ -287,11 +290,6 @@ class JournalParser:
 
 
 def _check_header(entry: Mapping[str, Any]) -> None:
-    """Refuse a header with names that are not strings, or a seed that is not an integer.
-
-    Raises:
-        ValueError: a field is invalid; the message names it and its value.
-    """
     for name in ("recipe", "curve", "baseline", "axis", "compute_is"):
         if entry.get(name) is not None:
             fields.text(entry, name)
@@ -302,11 +300,7 @@ def _check_header(entry: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that are not finite numbers; `Journal.record` writes none.
-
-    Raises:
-        ValueError: a metric is not a finite number; the message names it and its value.
-    """
+    """Raise ValueError if a metric is not a finite number. `Journal.record` never writes one."""
     for name, value in metrics.items():
         # Test for float first: nearly all values are floats, and journals can be gigabytes.
         if not (type(value) is float and math.isfinite(value)) and finite(value) is None:
@@ -314,18 +308,18 @@ def _check_numbers(metrics: Mapping[str, Any]) -> None:
 
 
 def _note_code(view: JournalView, step: int, entry: Mapping[str, Any]) -> None:
-    """Set the code provenance from `step` on, replacing what earlier entries recorded for these steps."""
+    """Set the code provenance from `step` on, in place of what earlier entries said about these steps."""
     view.code = [(at, facts) for at, facts in view.code if at < step]
     if isinstance(entry.get("code"), Mapping):
         view.code.append((step, entry["code"]))
 
 
 class Journal:
-    """Writer that appends records to a run's `metrics.jsonl`, one flushed line each.
+    """Writer of a run's `metrics.jsonl`. It appends one line per record and flushes it.
 
     Args:
-        run_dir: the run's folder, created if missing; a torn last line of an earlier process is first cut off.
-        clock: wall-clock seconds, replaceable in tests.
+        run_dir: the run's folder, created if missing. A torn last line of an earlier process is cut off first.
+        clock: returns wall-clock seconds; tests replace it.
     """
 
     def __init__(self, run_dir: str | Path, clock: Callable[[], float] = time.time) -> None:
@@ -348,7 +342,7 @@ class Journal:
         self._append({"kind": "run", "time": self._clock(), **facts}, durable=True)
 
     def record(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics of kind `train` or `eval`. Of metrics that are not finite, only the name is kept."""
+        """Write one step's metrics of kind `train` or `eval`. A metric that is not finite is listed by name only."""
         if kind not in ("train", "eval"):
             raise ValueError(f"kind: {kind!r} is not a journal record; valid: train, eval")
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}
@@ -356,15 +350,15 @@ class Journal:
         entry: dict[str, Any] = {"kind": kind, "time": self._clock(), "step": int(step), "metrics": finite}
         if dropped:
             entry["not_finite"] = dropped
-        # This record is not synced to disk. The next `checkpoint` record is, together with all earlier records.
+        # Not synced to disk here: the next `checkpoint` record syncs all records before it.
         self._append(entry)
 
     def checkpoint(self, step: int, **facts: Any) -> None:
-        """Record that a durable checkpoint covers every record up to `step`; `facts` are further fields."""
+        """Record that a durable checkpoint covers all records up to `step`; `facts` are further fields."""
         self._append({"kind": "checkpoint", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def attempt(self, step: int, **facts: Any) -> None:
-        """Record durably that a command is about to start, and its newest step; `facts` has the field `cuts`."""
+        """Record durably that another trainer's command is about to start; `facts` has the field `cuts`."""
         self._append({"kind": "attempt", "time": self._clock(), "step": int(step), **facts}, durable=True)
 
     def resume(self, step: int, **facts: Any) -> None:
@@ -380,7 +374,7 @@ class Journal:
         Args:
             step: newest step.
             status: `finished` or `failed`.
-            reason: why the run failed, or finished before its budget; secrets are removed. None without a reason.
+            reason: why the run failed, or finished before its budget; None if there is no reason. Secrets are removed.
             final: whether the run finished before its budget and cannot be continued.
         """
         entry = {"step": int(step), "status": status, "reason": reason and redact(reason)}
@@ -398,13 +392,13 @@ class Journal:
 
 
 def covered_step(run_dir: str | Path) -> int | None:
-    """Return the newest step with a recorded checkpoint; all records up to that step are in the journal.
+    """Return the newest step with a recorded checkpoint. All records up to that step are in the journal.
 
-    A checkpoint file becomes visible before the journal records it. If the machine loses power in between, the journal
-    may lack its last lines, and a run that resumes from a checkpoint beyond this step leaves a hole.
+    A checkpoint file becomes visible before the journal records it. After a power failure in between, the journal may
+    lack its last lines: a run that resumes from a checkpoint beyond this step has steps without records.
 
     Returns:
-        The step; -1 without a recorded checkpoint; None if there is no journal, or it cannot be read.
+        The step; -1 if no checkpoint is recorded; None if there is no journal or it cannot be read.
     """
     try:
         view = read_journal(run_dir)
@@ -415,9 +409,9 @@ def covered_step(run_dir: str | Path) -> int | None:
 
 
 def find_runs(source: str | Path) -> list[Path]:
-    """Return the run directories at or below `source` (a run, a sweep, or a folder of sweeps), sorted.
+    """Return the run directories at or below `source` (a run, a study, or a folder of studies), sorted.
 
-    Folders below a run are not searched: a trainer that the run starts may write a file of the same name there.
+    Folders below a run are not searched, because a trainer started by the run may write a file of the same name there.
     """
     root = Path(source)
     if (root / JOURNAL_FILE).is_file():
@@ -430,7 +424,7 @@ LOG_FILE = "log.txt"
 
 
 def finite(value: object) -> float | None:
-    """Return a finite number as float; None for any other value in a journal."""
+    """Return a finite number as float, and None for any other value of a journal."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

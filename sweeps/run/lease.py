@@ -1,16 +1,17 @@
-"""Lease on a directory, so that only one process writes there, across machines.
+"""Lease on a directory: the right of one process, among all machines, to write there.
 
-A lease combines two mechanisms. An operating-system lock (`flock`) is immediate and ends with the process that holds
-it. But many cluster file systems limit such locks to one machine, and some have none (Lustre without `-o flock`, NFS
-without lockd). So the holder of a lease also sends heartbeats: every few seconds it rewrites a small file. A contender
-takes over only if that file has not changed for `expiry_s` on the contender's clock, so no clocks are compared.
+A lease combines two mechanisms. An operating-system lock (`flock`) works at once and ends with the process that holds
+it. But on many cluster file systems such locks work only within one machine, and some file systems have none (Lustre
+without `-o flock`, NFS without lockd). So the holder of a lease also sends heartbeats: every few seconds it rewrites a
+small file. Another process takes over only if that file has not changed for `expiry_s` by its own clock, so clocks of
+two machines are never compared.
 
-Each holder has a numbered term. If several contenders want to take over, the next term goes to the contender that
-creates the term's claim file, because a file system lets only one process create a file. Before each durable write, the
-holder checks that the lease's file still names it as the holder.
+Each holder has a numbered term. If several processes want to take over, the next term goes to the one that creates the
+term's claim file: a file system lets only one process create a file. Before each durable write, the holder checks that
+the lease's file still names it as the holder.
 
-`filelock.SoftFileLease` (4.2) is not enough: it takes over by exchanging two names (`RENAME_EXCHANGE`), which NFS
-refuses. On NFS, the lease of a dead holder would stay held until its file is removed by hand.
+`filelock.SoftFileLease` (4.2) is not enough. It takes over by exchanging two names (`RENAME_EXCHANGE`), which NFS
+refuses, so on NFS the lease of a dead holder would be held until its file is removed by hand.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 EXPIRY_S = 30.0
-ANNOUNCED_S = 60.0  # waits that may be longer than this are announced on stdout
+ANNOUNCED_S = 60.0  # a wait that may be longer is announced on stdout
 _READS, _READ_PAUSE_S = 20, 0.25
-_CHECKS = 5  # how often `held_leases` checks for heartbeats
-# Errors of a file system that has no flock, or none at the moment.
+_CHECKS = 5  # number of times that `held_leases` looks for heartbeats
+# Errors of a file system that has no flock, or that cannot provide one at the moment.
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL})
 # Errors that mean that another process has the lock.
 _LOCK_HELD = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
@@ -56,18 +57,18 @@ def _now() -> float:
 
 
 class LeaseLostError(Exception):
-    """Error: another process has taken over the lease; this process must not write any more."""
+    """Error: another process has taken over the lease, so this process must not write any more."""
 
-    # Read by the journal's writer: not even the failure may be recorded, because another process owns the journal now.
+    # Tells the journal's writer not even to record this failure, because the journal now belongs to the other process.
     leave_journal = True
 
 
 class LeaseHeldError(UserError):
-    """Error: another process holds the lease; the message names it."""
+    """Error: another process holds the lease. The message names it."""
 
 
 class _Flock:
-    """An operating-system lock, if the file system has one."""
+    """Operating-system lock on a file, if the file system has such locks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,11 +78,11 @@ class _Flock:
         """Try to lock without waiting.
 
         Returns:
-            True if this process now has the lock, False if another process has it, None if the file system lacks locks.
+            True if this process now has the lock, False if another has it, None if the file system has no locks.
 
         Raises:
             OSError: an error of the file server.
-            UserError: the path of the lock's file is a folder.
+            UserError: the path of the lock file is a folder.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -98,14 +99,14 @@ class _Flock:
             if error.errno in _LOCK_HELD or isinstance(error, FileNotFoundError):
                 return False
             raise
-        if not current:  # the lock's file was moved or replaced meanwhile
+        if not current:  # the lock file was moved or replaced after it was opened
             os.close(descriptor)
             return False
         self._descriptor = descriptor
         return True
 
     def taken(self) -> bool | None:
-        """Return whether the lock is taken, without keeping it; None if the file system has no locks."""
+        """Return whether some process has the lock; None if the file system has no locks. The lock is not kept."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
@@ -121,14 +122,14 @@ class _Flock:
         return False
 
     def release(self) -> None:
-        """Unlock, then close. Closing alone would keep the lock if a child process has inherited the descriptor."""
+        """Unlock the file, then close it. Closing alone would not unlock it if a child has inherited the descriptor."""
         if self._descriptor is not None:
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self.close()
 
     def close(self) -> None:
-        """Close without unlocking, in a child process: unlocking would also release the lock of its parent."""
+        """Close the file without unlocking it, in a child process: unlocking would also release its parent's lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -138,16 +139,16 @@ class Lease:
     """Lease on a directory: the exclusive right to write there, renewed by heartbeats.
 
     Args:
-        directory: leased folder, created if missing; the lease writes `.<name>.lock` and `.<name>.json` into it.
+        directory: folder to lease, created if missing. The lease writes `.<name>.lock` and `.<name>.json` into it.
         name: name of the lease.
-        owner: facts about the holder that are shown to contenders, such as a job id.
+        owner: facts about the holder to show to other processes, such as a job id.
         beat_s: seconds between heartbeats.
         expiry_s: seconds without a heartbeat after which a holder on another machine counts as dead; several times
             `beat_s`.
         facts: called at each heartbeat; returns further facts to write. Its exceptions are ignored.
-        trusted_s: seconds during which a successful check is not repeated; less than `beat_s`. This is safe because the
-            lease can change hands only after several missed heartbeats. A process that was suspended checks again,
-            because the clock continues meanwhile.
+        trusted_s: seconds during which a successful check is not repeated; less than `beat_s`. This is safe, because
+            the lease changes hands only after several missed heartbeats. After a suspension the process checks again,
+            because the clock runs on meanwhile.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class Lease:
         _leases.add(self)
 
     def acquire(self, wait_s: float | None = 0.0, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Acquire the lease, waiting for its holder if necessary, and start the heartbeat thread.
+        """Acquire the lease and start the heartbeat thread. If another process holds it, wait.
 
         Args:
-            wait_s: longest wait for a live holder in seconds; None for no limit. In addition, it takes up to `expiry_s`
-                to find out whether a holder on another machine is alive.
-            give_up: called twice per second; if it returns True, the wait ends.
+            wait_s: longest wait in seconds for a holder that is alive; None for no limit. It can take up to `expiry_s`
+                more to find out whether a holder on another machine is alive.
+            give_up: called twice per second; the wait ends if it returns True.
 
         Raises:
             LeaseHeldError: the holder is alive and the wait is over.
@@ -212,7 +213,7 @@ class Lease:
         self._thread.start()
 
     def _try(self, give_up: Callable[[], bool]) -> bool:
-        """Try once to acquire the lease; return whether it was taken. Watch heartbeats if the lock is inconclusive."""
+        """Try once to acquire the lease, watching heartbeats if the lock is inconclusive; return whether taken."""
         locked = self._flock.acquire()
         if locked is False:
             return False
@@ -220,7 +221,7 @@ class Lease:
         taken = False
         try:
             state = self._read_state()
-            # The holder's lock may not be visible on this machine: watch for a heartbeat.
+            # The holder's lock may be invisible on this machine, so watch for a heartbeat.
             free = state if self._is_free(*state) else self._await_heartbeat(state, give_up)
             taken = free is not None and self._take(*free)
             return taken
@@ -229,7 +230,7 @@ class Lease:
                 self._flock.release()
 
     def _read_state(self) -> tuple[dict[str, Any], int]:
-        """Return the facts in the lease's file, and the latest term that any process has claimed; 0 without one."""
+        """Return the facts in the lease's file, and the latest term that any process has claimed (0 if none)."""
         facts = self._read()
         return facts, max([_term(facts), *self._claims()])
 
@@ -237,12 +238,12 @@ class Lease:
         return self._file.with_name(f"{self._file.name}.term{term}")
 
     def _claims(self) -> list[int]:
-        """Return the terms with a claim file, of live or dead holders, or of processes that are taking over."""
+        """Return the terms that have a claim file: of holders, alive or dead, and of processes that are taking over."""
         terms = [path.name.rpartition("term")[2] for path in self._directory.glob(f"{self._file.name}.term*")]
         return [int(term) for term in terms if term.isdecimal()]
 
     def _is_free(self, facts: Mapping[str, Any], claims: int) -> bool:
-        """Return whether the lease is certainly free, without waiting for a heartbeat."""
+        """Return whether the lease is free for certain, without watching for a heartbeat."""
         if claims > _term(facts):
             return False  # a process is taking the lease now, or died while doing so
         if not facts or facts.get("released"):
@@ -250,7 +251,8 @@ class Lease:
         if not _same_machine(facts):
             return False
         # The holder is or was on this machine. If both processes could use the operating system's lock, the lease is
-        # free, because this process has the lock now. Otherwise only the end of the holder's process is conclusive.
+        # free, because this process now has the lock. Otherwise the lease is free only if the holder's process has
+        # ended.
         return (self._own_facts["flock"] and facts.get("flock", True)) or _ended(facts)
 
     def _await_heartbeat(
@@ -259,15 +261,15 @@ class Lease:
         """Watch the lease for up to `expiry_s`.
 
         Returns:
-            The state (see `_read_state`) if the lease was released or had no heartbeat; None after a heartbeat, or if
-            `give_up` returned True.
+            The state (see `_read_state`) if the lease was released or there was no heartbeat; None after a heartbeat,
+            or if `give_up` returned True.
         """
         begin, until = time.monotonic(), time.time() + self._expiry_s
         printed = False
         while time.monotonic() - begin < self._expiry_s:
             if give_up():
                 return None
-            # A live holder would have sent a heartbeat by now.
+            # A holder that is alive would have sent a heartbeat by now.
             if not printed and time.monotonic() - begin > 2 * self._beat_s:
                 who = self.holder() if first_state[1] <= _term(first_state[0]) else "a process that was taking it over"
                 print(
@@ -285,7 +287,7 @@ class Lease:
         return first_state
 
     def _take(self, facts: dict[str, Any], claims: int) -> bool:
-        """Try to take the next term by creating its claim file, which only one process can do; return whether taken."""
+        """Try to create the claim file of the next term, as only one process can; return whether it was taken."""
         begin = time.monotonic()
         term = claims + 1
         try:
@@ -294,12 +296,13 @@ class Lease:
             return False
         taken = False
         try:
-            # The claim is void if the facts have changed: the claim file of a past term is removed, so this process may
-            # have created it again. The claim is also void if claiming took too long.
+            # The claim does not count if the facts have changed: claim files of past terms are removed, so this process
+            # may have created a past one again. Nor does it count if this took too long.
             if self._read() == facts and time.monotonic() - begin <= self._expiry_s / 2:
                 self._own_facts["term"] = term
                 self._replace_file()
-                # If this process was suspended here, another may have taken over meanwhile: a later claim wins.
+                # This process may have been suspended here, and another may have taken over meanwhile: a later claim
+                # wins.
                 taken = max(self._claims(), default=term) <= term
             return taken
         finally:
@@ -361,7 +364,7 @@ class Lease:
         self._flock.release()
 
     def close(self) -> None:
-        """Close the lease's file without marking the lease as released."""
+        """Close the lease's file, but leave the lease held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -375,13 +378,12 @@ class Lease:
         self.release()
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats until the lease is released; runs in a thread."""
         failing = False
         while not self._stop.wait(self._beat_s):
             try:
                 self._send_heartbeat()
                 failing = False
-            except OSError as error:  # full disk or file server unavailable: the next beat may succeed
+            except OSError as error:  # disk full or file server unavailable: the next heartbeat may succeed
                 if not failing:
                     _log.warning(
                         "%s: heartbeat not written (%s); trying again until the lease expires", self._file, error
@@ -395,14 +397,13 @@ class Lease:
             self._write({**(self._further_facts() if self._further_facts is not None else {}), **facts})
         except OSError:
             raise
-        except Exception as error:  # a failure to get further facts must not prevent the heartbeat
+        except Exception as error:  # without further facts the heartbeat must be sent nevertheless
             if not self._further_facts_failed:
                 _log.warning("%s: the heartbeat was written without the run's facts (%r)", self._file, error)
             self._further_facts_failed = True
             self._write(facts)
 
     def _replace_file(self) -> None:
-        """Replace the last holder's file by this process's file, atomically."""
         unfinished = self._file.with_name(f"{self._file.name}.{self._token[:8]}")
         self.close()
         self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -417,15 +418,15 @@ class Lease:
             raise
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        """Write facts by descriptor: if another process has replaced this process's file, its new file is unchanged."""
+        """Write facts by file descriptor, so that the file of a process that has taken over is not changed."""
         assert self._descriptor is not None
         now = _now()
-        # Overwrite in place, padded to the previous length, so that nothing remains of a longer previous text.
+        # Overwrite in place, padded with spaces so that nothing remains of a longer text.
         raw = json.dumps(facts).encode().ljust(self._length)
         if os.pwrite(self._descriptor, raw, 0) < len(raw):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
         self._length = len(raw)
-        os.fsync(self._descriptor)  # so that other machines see it
+        os.fsync(self._descriptor)  # makes the change visible on other machines
         self._last_beat = now
 
     def _read(self) -> dict[str, Any]:
@@ -442,7 +443,7 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Close inherited leases in a forked child process, which may outlive its parent and must not keep the locks."""
+    """Close inherited leases in a forked child process, which must not keep the locks if it outlives its parent."""
     for lease in list(_leases):
         lease.close()
         lease._flock.close()
@@ -452,21 +453,21 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
-    """Return the facts in a lease's file, even of a dead holder; None if there is no lease, or it was released."""
+    """Return the facts in a lease's file, even if the holder is dead; None if there is no lease or it was released."""
     for _ in range(3):
         try:
             facts = parse_json((directory / f".{name}.json").read_bytes())
         except OSError:
             return None
         except ValueError:
-            time.sleep(0.01)  # the file was read while it was rewritten
+            time.sleep(0.01)  # the file was being rewritten
             continue
         return facts if isinstance(facts, dict) and not facts.get("released") else None
     return None
 
 
 def heartbeat_time(directory: Path, name: str = "writer") -> float:
-    """Return the time of the last heartbeat, in seconds of the file system's clock; 0 if there is no lease."""
+    """Return the time of the last heartbeat, in seconds by the file system's clock; 0 if there is no lease."""
     try:
         return (directory / f".{name}.json").stat().st_mtime
     except OSError:
@@ -474,7 +475,7 @@ def heartbeat_time(directory: Path, name: str = "writer") -> float:
 
 
 def is_held(directory: Path, name: str) -> bool | None:
-    """Return whether a live process holds a lease; None if only heartbeats can tell that (`held_leases`)."""
+    """Return whether a live process holds a lease; None if only heartbeats can show it (see `held_leases`)."""
     facts = alive(directory, name)
     if facts is None:
         return False
@@ -487,15 +488,15 @@ def is_held(directory: Path, name: str) -> bool | None:
 def held_leases(
     directories: Iterable[Path], name: str, watch_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> set[Path]:
-    """Return the directories whose lease a live process holds; watch for heartbeats where only these can tell.
+    """Return the directories whose lease a live process holds. Watch for heartbeats where nothing else shows it.
 
-    The age of a lease's file is not used, because the clocks of two machines may differ.
+    The age of a lease's file is not used, because clocks of two machines may differ.
 
     Args:
         directories: folders that may be leased.
         name: name of the lease.
-        watch_s: longest time to watch in seconds; at least two heartbeats of the holders.
-        sleep: waits for a number of seconds.
+        watch_s: longest time to watch, in seconds; at least two intervals between heartbeats.
+        sleep: called with seconds to wait.
     """
     states = {directory: is_held(directory, name) for directory in directories}
     facts_before = {directory: alive(directory, name) for directory, taken in states.items() if taken is None}
@@ -511,13 +512,13 @@ def held_leases(
 
 
 def _term(facts: Mapping[str, Any]) -> int:
-    """Return the term in a lease's facts; 0 without a valid one."""
+    """Return the term in a lease's facts; 0 if there is no valid one."""
     term = facts.get("term")
     return term if isinstance(term, int) and term > 0 else 0
 
 
 def _this_process() -> dict[str, Any]:
-    """Return boot id, pid namespace and start time, which distinguish this process from others with the same pid."""
+    """Return boot id, pid namespace and start time. They distinguish this process from others with the same pid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "pids": str(Path("/proc/self/ns/pid").readlink()), "start": _stat(os.getpid())[1]}
@@ -526,13 +527,12 @@ def _this_process() -> dict[str, Any]:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return state and start time of a process on this machine, from /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def _same_machine(facts: Mapping[str, Any]) -> bool:
-    """Return whether a holder is or was on this machine since the last boot."""
+    """Return whether a holder is, or since the last boot was, on this machine."""
     boot = _this_process().get("boot")
     # Facts written by earlier versions have no boot id.
     return facts.get("host") == node_name() and boot == facts.get("boot", boot)

@@ -1,9 +1,9 @@
 """Compute pass@k and maj@k of an evaluation from n completions per prompt, with their standard errors.
 
 pass@k is the probability that at least one of k completions passes (Chen et al. 2021, arXiv 2107.03374, equation 1).
-maj@k is the probability that the most frequent answer among k completions is right, where ties are broken at random
-(Wang et al. 2022, arXiv 2203.11171). For each prompt, both are means over all subsets of k graded completions, in
-closed form, so they are unbiased. These are then averaged over prompts. pass@1 is the pass rate.
+maj@k is the probability that the most frequent answer among k completions is right; ties are broken at random (Wang et
+al. 2022, arXiv 2203.11171). For each prompt, both are computed in closed form as the mean over all subsets of k graded
+completions, so they are unbiased. Then they are averaged over prompts. pass@1 is the pass rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Votes:
     Attributes:
         right: number of completions that passed.
         wrong: number of completions for each different wrong answer.
-        silent: number of completions without an answer. They do not vote. If no completion votes, maj@k counts that as
+        silent: number of completions without an answer. They do not vote; if no completion votes, maj@k counts as
             wrong.
     """
 
@@ -38,7 +38,7 @@ class Votes:
         """Leave out each completion in turn, for the jackknife.
 
         Returns:
-            The different remaining votes, with the number of completions whose removal gives them.
+            The different votes that result, each with the number of completions whose removal results in it.
         """
         remaining: dict[Votes, int] = {}
         if self.right:
@@ -53,7 +53,7 @@ class Votes:
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the k for which pass@k is recorded, given the number of completions per prompt: 2, 4, 8, ..."""
+    """Return the k for which pass@k is recorded: 2, 4, 8, ... up to the number of completions per prompt."""
     return [2**power for power in range(1, samples.bit_length()) if 2**power <= samples]
 
 
@@ -68,8 +68,8 @@ def maj_at_k(votes: Votes, k: int) -> float:
     """Return the fraction of subsets of k completions whose most frequent answer is right; m tied answers count 1/m."""
     favourable = 0.0
     for right in range(1, min(votes.right, k) + 1):
-        # `right` of the k completions are right. Count the ways to choose the others, by (number of completions chosen,
-        # number of wrong answers that occur as often as the right answer).
+        # `right` of the k completions are right. Count the ways to choose the others. The key has the number of
+        # completions chosen so far, and the number of wrong answers that occur as often as the right answer.
         ways = {(chosen, 0): comb(votes.silent, chosen) for chosen in range(min(votes.silent, k - right) + 1)}
         for count in votes.wrong:
             extended: dict[tuple[int, int], int] = {}
@@ -90,10 +90,10 @@ STATISTICS: Mapping[str, Statistic] = {"pass": pass_at_k, "maj": maj_at_k}
 def mean_at_k(statistic: Statistic, prompts: Sequence[Votes], k: int) -> tuple[float, float] | None:
     """Return the mean of a statistic over prompts and its standard error; None if no prompt has k graded completions.
 
-    Prompts with fewer than k graded completions are left out. The standard error covers the sampling of completions,
-    not of prompts, like that of the pass rate. It is computed from the jackknife variance over each prompt's
-    completions. At k = n the jackknife is undefined, and its value at k - 1 is used. If no prompt varies, one success
-    and one failure are added to the whole set, so that the standard error is never zero.
+    Prompts with fewer than k graded completions are left out. Like that of the pass rate, the standard error covers the
+    sampling of completions, not of prompts. It is computed from the jackknife variance over each prompt's completions.
+    At k = n the jackknife is undefined, so its value at k - 1 is used. If no prompt varies, one success and one failure
+    are added to the whole set, so that the standard error is never zero.
     """
     counted = [votes for votes in prompts if votes.graded >= k]
     if not counted:
@@ -122,12 +122,12 @@ def _jackknife(statistic: Statistic, votes: Votes, k: int) -> float:
 
 
 def all_at_k(samples: int, prompts: Sequence[Votes], answers: bool) -> dict[str, tuple[float, float]]:
-    """Return pass@k and, with `answers`, maj@k: pairs of mean and standard error, by name such as `pass@2`.
+    """Return pass@k and, with `answers`, maj@k: pairs of mean and standard error, by name (such as `pass@2`).
 
     Args:
-        samples: completions per prompt.
-        prompts: the votes by prompt.
-        answers: whether the votes distinguish wrong answers, which maj@k needs.
+        samples: number of completions per prompt.
+        prompts: votes of each prompt.
+        answers: whether the votes distinguish wrong answers, as maj@k requires.
     """
     results = {
         f"{name}@{k}": mean_at_k(STATISTICS[name], prompts, k)

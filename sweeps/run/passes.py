@@ -1,8 +1,8 @@
-"""Results per held-out prompt at each evaluation of a run: one line per evaluation in `passes.jsonl`.
+"""Results of each held-out prompt at each evaluation of a run, in `passes.jsonl`: one line per evaluation and set.
 
-The journal, in the same folder, has only the mean over prompts. With the results per prompt, two runs that were
-evaluated on the same prompts can be compared prompt by prompt. Evaluations that a resume made void stay in the file: an
-evaluation is valid if the journal has its step, and the file has no later line for that step.
+The journal in the same folder has only means over prompts. With results by prompt, two runs that were evaluated on the
+same prompts can be compared prompt by prompt. Evaluations that a resume made void stay in this file. An evaluation is
+valid if the journal has its step, and this file has no later line for that step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ PASSES_FILE = "passes.jsonl"
 
 @dataclass(frozen=True)
 class Passes:
-    """Results per prompt of one evaluation of one held-out set.
+    """Results by prompt of one evaluation on one held-out set.
 
     Attributes:
-        prompts: digest of the set's n prompts, in order; two runs with the same digest can be compared by prompt.
+        prompts: digest of the set's n prompts, in order. Two runs with the same digest can be compared prompt by
+            prompt.
         passed: number of completions that passed, by prompt, (n,).
         scored: number of completions that could be graded, by prompt, (n,).
-        wrong: how often each different wrong answer was given, by prompt; None if the verifier does not distinguish
-            answers, or if the run is of an earlier version.
-        families: name of each prompt's family, (n,), "" for a prompt without a family; None if no prompt has one.
+        wrong: by prompt, how often each different wrong answer was given; None if the verifier does not distinguish
+            answers, or if an earlier version wrote the run.
+        families: name of each prompt's family, (n,), "" for a prompt without one; None if no prompt has a family.
     """
 
     prompts: str
@@ -39,7 +40,7 @@ class Passes:
 
     @property
     def votes(self) -> list[Votes]:
-        """Answers of the completions by prompt. If `wrong` is None, all wrong completions count as `silent`."""
+        """Answers of the completions, by prompt. If `wrong` is None, all wrong completions count as `silent`."""
         wrong = self.wrong or ((),) * len(self.passed)
         return [
             Votes(passed, answers, scored - passed - sum(answers))
@@ -47,7 +48,7 @@ class Passes:
         ]
 
     def at_k(self, samples: int) -> dict[str, tuple[float, float]]:
-        """Return pass@k and, if wrong answers are known, maj@k, for k = 2, 4, ... up to `samples`, see `all_at_k`."""
+        """Return pass@k and, if wrong answers are known, maj@k, for k = 2, 4, ... up to `samples`; see `all_at_k`."""
         return all_at_k(samples, self.votes, self.wrong is not None)
 
 
@@ -60,7 +61,7 @@ def digest(prompts: Iterable[tuple[str, object]]) -> str:
 
 
 def write_passes(run_dir: Path, step: int, sets: Mapping[str, Passes]) -> None:
-    """Append the evaluation at `step`, one line per held-out set; `sets` has the results by name of the set."""
+    """Append the evaluation at `step`, one line per held-out set. `sets` has the results by name of the set."""
     entries = [
         {
             "step": step,

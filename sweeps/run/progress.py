@@ -17,13 +17,13 @@ _TAIL_BYTES = 65536
 
 
 def changes_since(view: JournalView, folders: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return how the code differs from that of a run's last steps, see `code_changes`.
+    """Describe how the code differs from that of a run's last steps, see `code_changes`.
 
-    The code of another trainer's command is part of the run's identity, so for a command the result is empty.
+    Empty for a run of another trainer's command, because its code is part of the run's identity.
 
     Args:
         view: the run's journal.
-        folders: the user's folders that the run was composed from.
+        folders: the user's folders from which the run was composed.
         config: configuration of the run, which may name Python files.
     """
     if not view.code or view.header.get("member") == "command":
@@ -32,16 +32,16 @@ def changes_since(view: JournalView, folders: Iterable[str], config: Mapping[str
 
 
 def is_done(run_dir: Path, steps: int, run: str) -> bool:
-    """Return whether a run's journal shows that it reached its budget, or ended earlier and cannot be continued.
+    """Return whether a run has reached its budget, or ended earlier and cannot be continued, according to its journal.
 
-    The journal is read from the end, because that of a long run has many megabytes. If a run continues after an `end`
-    record, a `resume` record follows. A run that has ended is done even if an earlier line is broken, which `trouble`
-    reports.
+    The journal is read from its end, because it may have many megabytes. An `end` record does not count if a `resume`
+    record follows: the run was continued. A run that has ended is done even if an earlier line is broken; `trouble`
+    reports such a line.
 
     Args:
         run_dir: the run's folder.
         steps: the run's budget in optimizer steps.
-        run: the run's identity. If the journal's header has another one, the result is False.
+        run: the run's identity. The result is False if the journal's header has another one.
     """
     if header_of(run_dir).get("run") != run:
         return False
@@ -66,19 +66,17 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
             if kind == "resume":
                 if not finished:
                     return False
-                # A resume voids earlier lines with later steps. The file is read backwards, so they come next.
+                # A resume makes earlier lines with later steps void. They come next, because the file is read
+                # backwards.
                 void_after = min(void_after, step)
             elif step <= void_after:
-                # Valid records earlier in the file have smaller steps, but a broken line may have had a larger step.
+                # Earlier valid records have smaller steps, but a line that cannot be read may have had a larger one.
                 return (max(step, end) if broken and isinstance(end, int) else step) >= steps
     return False
 
 
 def trouble(run_dir: Path, run: str) -> str | None:
-    """Describe damage of a member's journal, or that the journal belongs to another run.
-
-    None if the journal is intact, or does not exist yet.
-    """
+    """Describe damage of a member's journal, or that it belongs to another run; None if it is intact or missing."""
     try:
         read_journal(run_dir)
         return _owner_error(run_dir, run)
@@ -87,23 +85,23 @@ def trouble(run_dir: Path, run: str) -> str | None:
 
 
 def looks_whole(run_dir: Path) -> bool:
-    """Return whether all lines of a journal look like records and have valid checksums; faster than parsing them."""
+    """Return whether all lines of a journal look like records with valid checksums. Faster than parsing them."""
     try:
         raw = (run_dir / JOURNAL_FILE).read_bytes()
     except OSError:
         return True
     begins = raw.count(b'\n{"kind":') + raw.startswith(b'{"kind":')
-    # There is one more beginning than line ends if the last line is torn or still being written.
+    # If the last line is torn or still being written, there is one beginning more than there are line ends.
     if raw.count(b"\n") != raw.count(b"}\n") or begins - raw.count(b"\n") not in (0, 1):
         return False
     return not any(map(has_wrong_checksum, raw.split(b"\n")))
 
 
 def check_own(run_dir: Path, run: str) -> None:
-    """Check that the journal in a member's directory belongs to that member; passes if there is no journal.
+    """Check that the journal in a member's directory is the member's own. Passes if there is no journal.
 
     Raises:
-        UserError: the journal belongs to another run, or has lost its header. The caller must not use or overwrite it.
+        UserError: the journal belongs to another run or has lost its header, and must not be used or overwritten.
     """
     if _journal_has_begun(run_dir) and (error := _owner_error(run_dir, run)) is not None:
         raise UserError(error)
@@ -120,7 +118,7 @@ def _journal_has_begun(run_dir: Path) -> bool:
 
 
 def _owner_error(run_dir: Path, run: str) -> str | None:
-    """Return an error message if the journal's header does not name this run; else None."""
+    """Return an error message if the journal's header names another run or none; else None."""
     header, path = header_of(run_dir), run_dir / JOURNAL_FILE
     owner = header.get("run")
     if owner == run:
@@ -131,19 +129,19 @@ def _owner_error(run_dir: Path, run: str) -> str | None:
 
 
 def how_it_failed(run_dir: Path) -> str | None:
-    """Return the reason of a run's failure from its journal; None if the run has not failed, or gives no reason."""
+    """Return why a run failed, from its journal; None if it has not failed or gives no reason."""
     end = _end_of(run_dir)
     return str(end["reason"]) if end.get("status") == "failed" and end.get("reason") else None
 
 
 def why_final(run_dir: Path) -> str | None:
-    """Return why a run finished before its budget and cannot be continued; None for any other run."""
+    """Return why a run finished before its budget for good; None if it did not, or can be continued."""
     end = _end_of(run_dir)
     return str(end.get("reason")) if end.get("status") == "finished" and end.get("final") is True else None
 
 
 def has_finished(run_dir: Path) -> bool:
-    """Return whether a run has reached the budget that it had, and has not continued since."""
+    """Return whether a run has finished under the budget that it had, and has not continued since."""
     return _end_of(run_dir).get("status") == "finished"
 
 
@@ -168,7 +166,7 @@ def header_of(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _from_end(run_dir: Path, most_bytes: int | None = None) -> Iterator[Mapping[str, Any] | None]:
-    """Yield a journal's entries, the newest first. Damaged lines give None; at the end of the file they are skipped."""
+    """Yield a journal's entries, the newest first. A damaged line gives None, but one at the file's end is left out."""
     try:
         with (run_dir / JOURNAL_FILE).open("rb") as handle:
             entries = (parse_line(line) for line in lines_from_end(handle, most_bytes))
@@ -186,33 +184,33 @@ def journal_or_none(run_dir: Path) -> JournalView | None:
 
 
 def file_sizes(run_dir: Path) -> tuple[int, int]:
-    """Return the sizes of journal and log in bytes, 0 for a missing one."""
+    """Return the sizes of journal and log in bytes; 0 for a missing file."""
     files = (run_dir / JOURNAL_FILE, run_dir / LOG_FILE)
     journal, log = (path.stat().st_size if path.exists() else 0 for path in files)
     return journal, log
 
 
 def why_failed(run_dir: Path, fallback: str, sizes_before: tuple[int, int] = (0, 0)) -> str:
-    """Return the reason of a failure: from the journal if that has a reason, else the log's last line, else `fallback`.
+    """Return why a run failed: the reason in the journal, else the log's last line, else `fallback`.
 
     Args:
         run_dir: the member's folder.
         fallback: description of how the process ended, such as "exit code 1".
-        sizes_before: `file_sizes` before the attempt started; the reason of an earlier attempt is then not used.
+        sizes_before: `file_sizes` before the attempt started, so that the reason of an earlier attempt is not used.
     """
     has_written = file_sizes(run_dir)[0] != sizes_before[0]
     if has_written and (reason := how_it_failed(run_dir)):
         return reason
     log = end_of(run_dir / LOG_FILE, _TAIL_BYTES, sizes_before[1])
     lines = [line for line in log.splitlines() if line.strip()]
-    # The last line of a killed process shows what it was doing, not why it ended.
+    # If the process was killed, the log's last line shows what it was doing, not why it ended.
     if lines and not fallback.startswith("killed"):
         return lines[-1].strip()[:500]
     return fallback
 
 
 def last_metrics(run_dir: Path, tail_bytes: int = _TAIL_BYTES) -> dict[str, float]:
-    """Return the newest metrics in the last `tail_bytes` of a journal; empty without any record.
+    """Return the newest metrics in the last `tail_bytes` of a journal; empty if there is no record.
 
     Returns:
         The newest step as `step`, the `live/` metrics of the newest record, and the `eval/` metrics of the newest

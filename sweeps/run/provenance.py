@@ -1,14 +1,14 @@
-"""Code provenance of a run, so that a resume with different code is noticed and reported.
+"""Code provenance of a run: facts by which a resume with other code is noticed and reported.
 
-A journal's header and each of its `resume` records store these facts under "code":
+A journal's header and each of its `resume` records store them under "code":
 
     {"commit": "1f0c...", "diff": "9ac1..." | null, "files": "77ab...",
      "folders": {"/shared/mine": "01de..."}, "versions": {"python": "3.11.2", "torch": "2.13.0", ...}}
 
-`files` decides whether the code is the same. It is a digest of all Python files of our packages on disk, whether git
-tracks them or not. In a git checkout, `commit` and `diff` (digest of the changes in our packages; null without changes)
-identify the code. `folders` has digests of the Python files in the user's folders that a configuration names. The
-configuration itself is in the run's specification.
+`files` decides whether the code is the same. It is a digest of all Python files of our packages on disk, whether or not
+git tracks them. In a git checkout, `commit` and `diff` identify the code; `diff` is a digest of the uncommitted changes
+in our packages (null without changes). `folders` has digests of the Python files in the user's folders that a
+configuration names. The configuration itself is in the run's specification.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ OUR_PACKAGES = ("lightning_scalerl", "sweeps", "hydra_plugins")
 # Third-party packages that affect results.
 LIBRARIES = ("torch", "lightning", "transformers", "numpy", "vllm")
 ABSENT = "not installed"
-# Largest number of Python files in a user's folder: one with more, such as a home directory, is probably a mistake.
+# Largest number of Python files read in a user's folder. One with more, such as a home directory, is probably a
+# mistake.
 MAX_FILES = 2000
 TOO_MANY = f"more than {MAX_FILES} Python files: not looked at"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-# Names of a study's outputs (`launch.ledger`, `executor.node.manifest`), which are skipped because they are not code.
+# Names of a study's outputs (`launch.ledger`, `executor.node.manifest`). These folders contain no code and are skipped.
 _STUDY_FILE, _STUDY_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 
@@ -52,10 +53,10 @@ def code_facts(
     """Return the current code provenance; takes tens of milliseconds.
 
     Args:
-        named: the user's own folders, and their Python files that the configuration names.
-        imported: digest by `own_files` from when this process imported our packages; None if the files are unchanged.
-            If they have changed since, the process still runs the imported code, so no commit is recorded.
-        root: folder that contains our packages; None for the folder of the running code.
+        named: the user's own folders, and Python files of the user that the configuration names.
+        imported: `own_files` at the time when this process imported our packages; None if the files have not changed
+            since. If they have, the process still runs the imported code, so no commit is recorded.
+        root: folder that contains our packages; None for that of the running code.
     """
     root = root or ROOT
     files = own_files(root)
@@ -70,7 +71,7 @@ def code_facts(
 
 
 def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Describe how two provenance records differ, one string per change; empty if a record is None.
+    """Describe how two provenance records differ, one string per change; empty if one of them is None.
 
     A different commit with the same files is not a change.
     """
@@ -85,7 +86,7 @@ def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
         if not changes:
             changes.append(f"files of the package {_brief(before.get('files'))} -> {_brief(after.get('files'))}")
     old, new = _mapping(before.get("folders")), _mapping(after.get("folders"))
-    # Compare contents, not paths: the same folder may have another path on this node.
+    # Compare contents, not paths: on another node the same folder may have another path.
     for path in sorted(path for path in new if new[path] not in old.values()):
         changes.append(f"{path} {_brief(old.get(path))} -> {_brief(new[path])}")
     for path in sorted(path for path in old if path not in new and old[path] not in new.values()):
@@ -96,7 +97,7 @@ def code_changes(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
 
 
 def changes_line(changes: Sequence[str]) -> str:
-    """Join changes into one line; only the first six are listed."""
+    """Join changes into one line. Only the first six are listed."""
     shown = [str(change) for change in changes[:6]]
     return ", ".join([*shown, *([f"and {len(changes) - 6} more"] if len(changes) > 6 else [])])
 
@@ -106,7 +107,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return {"python": platform.python_version(), **{package: _version(package) for package in packages}}
 
 
-@cache  # a package's metadata takes milliseconds to parse, and every run records its packages three times
+@cache  # parsing a package's metadata takes milliseconds, and every run records its packages three times
 def _version(package: str) -> str:
     from importlib.metadata import PackageNotFoundError, version  # slow to import
 
@@ -117,7 +118,7 @@ def _version(package: str) -> str:
 
 
 def files_named(config: Any) -> list[str]:
-    """Return the existing Python files in a configuration's values, such as `folder/rewards.py[:function]`."""
+    """Return the Python files that exist among a configuration's values, such as `folder/rewards.py[:function]`."""
     if isinstance(config, Mapping):
         return sorted({name for value in config.values() for name in files_named(value)})
     if isinstance(config, list | tuple):
@@ -131,21 +132,21 @@ def files_named(config: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A checkout's commit, and the diff of its working tree from that commit."""
+    """Commit of a git checkout, and the diff of its working tree from that commit."""
 
     commit: str
     diff: str
 
 
 def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | None:
-    """Return the git checkout of our code; None if git does not track it (installed by pip), or git fails.
+    """Return the git checkout of our code; None if git fails or does not track our code (installed by pip).
 
     Args:
         root: folder that contains our packages; None for the folder of the running code.
-        only: folders in `root` whose changes count; empty for the whole working tree.
+        only: folders in `root` whose changes count; empty for all of them.
     """
     root = root or ROOT
-    # The environment that we are installed in may be inside another repository: check that git tracks our code.
+    # The environment in which we are installed may be inside another repository, so check that git tracks our code.
     if git(root, "ls-files", "--error-unmatch", "--", "sweeps") is None:
         return None
     commit = git(root, "rev-parse", "HEAD")
@@ -157,9 +158,9 @@ def checkout(root: Path | None = None, only: Sequence[str] = ()) -> Checkout | N
 def _diff(root: Path, *arguments: str) -> str | None:
     """Return the diff of the working tree from its commit; None if git fails.
 
-    `git diff` always locks and rewrites the index. It gets a copy of the index, because hundreds of jobs may run it at
-    once, and the user may be about to commit. The copy has the same modification time, so that git compares files that
-    were changed in the same second by content, and not only by size and time.
+    `git diff` locks and rewrites the index, but hundreds of jobs may run it at once, and the user may be about to
+    commit. So it gets a copy of the index. The copy has the same modification time, so that git compares the content of
+    files that were changed in the same second, and not only size and time.
     """
     index_path = git(root, "rev-parse", "--git-path", "index")
     if index_path is None:
@@ -193,7 +194,7 @@ def git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
 
 
 def _digest(root: Path, folders: Iterable[Path]) -> str:
-    """Return the digest of the Python files in folders: their names relative to `root`, and their contents."""
+    """Return a digest of the Python files in folders: of their names relative to `root`, and of their contents."""
     sha = hashlib.sha256()
     count = 0
     for folder in folders:
@@ -210,9 +211,9 @@ def _digest(root: Path, folders: Iterable[Path]) -> str:
 
 
 def _python_files(path: Path) -> Iterator[Path]:
-    """Yield the Python files below a folder, in order; a file yields itself.
+    """Yield the Python files below a folder, in order; or `path` itself if it is a file.
 
-    Skip hidden folders, environments, and the outputs of a study, which may be thousands of folders.
+    Hidden folders, environments, and the outputs of a study, which may be thousands of folders, are skipped.
     """
     if path.is_file():
         yield path
@@ -235,7 +236,7 @@ def _short(raw: bytes) -> str:
 
 
 def _brief(value: Any) -> str:
-    """Shorten a commit or digest to 12 characters; "none" for None."""
+    """Shorten a commit or digest to 12 characters; "none" if it is None."""
     return "none" if value is None else str(value)[:12] if value != TOO_MANY else "not looked at"
 
 

@@ -1,7 +1,7 @@
-"""Repair a journal with a broken line in its middle: cut it there, so that the run resumes from an earlier step.
+"""Repair a journal with a broken line in the middle: cut it there, so that the run resumes from an earlier step.
 
-The cause may be a lost disk block, an editor, or a truncated copy. Records after the broken line may be intact, but
-without the lost record the curve would have a hole. The damaged file is kept next to the journal.
+The cause may be a lost disk block, an editor, or a copy that was cut off. Records after the broken line may be intact,
+but without the lost record the curve would have a hole. The damaged file is kept next to the journal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DAMAGED_FILE = "metrics.damaged-{}.jsonl"
 
 @dataclass(frozen=True)
 class Break:
-    """Place of a journal's first broken line, and the newest checkpoint to resume from.
+    """First broken line of a journal, and the newest checkpoint from which the run may resume.
 
     Attributes:
         path: path of the journal.
         line: number, from 1, of the first line that is not a record.
-        step: step of the newest checkpoint that matches the records before that line, -1 for none. The run must not be
-            resumed from a later checkpoint.
+        step: step of the newest checkpoint that matches the records before that line; -1 for none. The run must not
+            resume from a later checkpoint.
         why: error message of the parser.
-        metrics: metrics of the newest record in the whole file, to count the compute of the lost records.
+        metrics: metrics of the newest record in the whole file, from which the compute of lost records is counted.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Break:
 def find_break(run_dir: Path) -> Break | None:
     """Find the first broken line of a run's journal; None if the journal is intact or missing.
 
-    A torn line at the end does not count: the next writer cuts it off.
+    A torn line at the end does not count, because the next writer cuts it off.
 
     Raises:
         JournalError: the header is broken, so it is unknown to which run the journal belongs.
@@ -69,11 +69,11 @@ def find_break(run_dir: Path) -> Break | None:
     view = parser.view()
     later = [entry for line in lines[parser.lines + 1 :] if (entry := parse_line(line)) is not None]
     records = [entry for entry in later if _step(entry) is not None and isinstance(entry.get("metrics"), Mapping)]
-    # Include records after the break: the run loses them, but their compute was used and is counted as lost.
+    # Records after the break count too: the run loses them, but has spent their compute, which is recorded as lost.
     newest = max([*records, *({"step": r.step, "metrics": r.metrics} for r in view.records)], key=_step_key, default={})
     step = -1 if view.checkpoint_step is None else view.checkpoint_step
     for entry in later:
-        # After the break, the run may have resumed from an earlier step and repeated steps. The checkpoints of repeated
+        # After the break, the run may have resumed from an earlier step and repeated steps. Checkpoints of repeated
         # steps may not match the records before the break.
         at = _step(entry)
         if at is not None and entry.get("kind") in ("resume", "eval", "train"):
@@ -82,16 +82,16 @@ def find_break(run_dir: Path) -> Break | None:
 
 
 def mend(damage: Break) -> Path:
-    """Copy the damaged journal, truncate the journal before the break, and return the copy's path.
+    """Copy the damaged journal, cut the journal before the break, and return the path of the copy.
 
-    The caller must first remove checkpoints beyond `damage.step`: if the process is killed here, or right after,
-    nothing else would prevent a resume from them.
+    The caller must first remove checkpoints after `damage.step`. Otherwise, if the process were killed at this point,
+    nothing would prevent a resume from them.
 
     Raises:
         OSError: a file could not be written; the journal is unchanged.
     """
     raw = damage.path.read_bytes()
-    # Copy before cutting: if the process is killed in between, the journal is unchanged and the copy is reused.
+    # Copy first: if the process is killed before the cut, the journal is unchanged, and the copy is used again.
     copy = _keep(damage.path, raw)
     entry = {
         "kind": "mended",
@@ -113,7 +113,7 @@ def mend(damage: Break) -> Path:
 
 
 def _keep(path: Path, raw: bytes) -> Path:
-    """Write a copy under a new name; reuse an identical copy, which a killed process may have left."""
+    """Write a copy under a new name. An identical copy, which a killed process may have left, is used again."""
     number = 1
     while True:
         copy = path.with_name(DAMAGED_FILE.format(number))
@@ -142,7 +142,6 @@ def _finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _step(entry: Mapping[str, Any]) -> int | None:
-    """Return the step of an entry; None if it has no valid step."""
     step = entry.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 

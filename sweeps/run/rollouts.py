@@ -1,4 +1,4 @@
-"""Store some rollouts of a run for inspection: all completions of a prompt per line of `rollouts.jsonl`."""
+"""Store some of a run's rollouts for inspection: each line of `rollouts.jsonl` has all completions of one prompt."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _STEP = re.compile(rb'\{\s*"step":\s*(\d+)')
 # {"step", "admission", "prompt_id", "source", "difficulty", "prompt", "answer", "rollouts": [{"completion", "reward",
 # "grade", "correct", "outcome", "parts", "extra", "finish_reason", "tokens", "ids", "forced", "completed_steps",
 # "versions": [[version, tokens], ...]}]}.
-# In a rollout, `reward` is the training reward, `grade` is the verifier's grade, `tokens` is the number of `ids`, and
+# In a rollout, `reward` is the training reward, `grade` is the verifier's, `tokens` is the number of `ids`, and
 # `completed_steps` is the step that the verifier was given. If the run has an environment, a rollout also has "turns":
-# [[source, text], ...] and "conversation": {"turns", "calls", ...}, and its "completion" is the last turn. The group
-# then has "messages" if its prompt is a conversation, and its "prompt" is the last message.
+# [[source, text], ...] and "conversation": {"turns", "calls", ...}, and its "completion" is the last turn. If the
+# prompt is a conversation, the group has "messages", and its "prompt" is the last message.
 Group = dict[str, Any]
 
 
 def write_groups(run_dir: Path, groups: Sequence[Group]) -> None:
-    """Append groups of one step to the run's rollouts."""
+    """Append the groups of one step to the run's stored rollouts."""
     append_lines(run_dir / ROLLOUTS_FILE, groups)
 
 
 def cut_groups(run_dir: Path, step: int, guard: Callable[[], None]) -> None:
-    """Remove the groups after `step` from the file.
+    """Remove the groups of all steps after `step` from the file.
 
     Args:
         run_dir: the run's folder.
-        step: step to which the run is rolled back.
-        guard: called before the file is rewritten; may raise to prevent it.
+        step: step to which the run goes back.
+        guard: called before the file is rewritten; raises to prevent that.
     """
     path = run_dir / ROLLOUTS_FILE
     if not path.is_file():
@@ -68,9 +68,9 @@ def read_groups(run_dir: Path) -> list[Group]:
 
 
 def stored_steps(run_dir: Path) -> list[int]:
-    """Return the steps for which a run has stored rollouts, in order; empty if none can be read.
+    """Return the steps for which a run has stored rollouts, sorted; empty if none can be read.
 
-    Only the beginning of each line is parsed, because `step` is the first field.
+    Only the beginning of each line is read, where `step` is.
     """
     try:
         with (run_dir / ROLLOUTS_FILE).open("rb") as lines:
@@ -82,11 +82,12 @@ def stored_steps(run_dir: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt with its best and its worst completion, shortened for a report.
+    """One prompt with its best and worst completion, shortened for a report.
 
     Attributes:
         run: name of the run's folder.
-        written: outcome and text of the best and the worst completion; of a single one if the group has no other.
+        written: outcome and text of the best and of the worst completion; only one pair if the group has one
+            completion.
     """
 
     recipe: str
@@ -99,14 +100,14 @@ class Shown:
 
 
 def a_few(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: int = 700) -> list[Shown]:
-    """Pick one group per recipe for a report.
+    """Pick one group per recipe to show in a report.
 
-    From the recipe's first run with stored rollouts, take the last group whose rewards differ, else the last group.
+    It comes from the recipe's first run with stored rollouts: the last group whose rewards differ, else the last group.
 
     Args:
         runs: pairs of a recipe's label and the folder of one of its runs.
         max_recipes: largest number of recipes.
-        characters: length to which a text is shortened; its beginning and end are kept.
+        characters: length to which texts are shortened; their beginning and end are kept.
     """
     by_recipe: dict[str, Shown] = {}
     for recipe, run_dir in runs:
@@ -134,7 +135,7 @@ def a_few(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: in
 
 
 def written(rollout: dict[str, Any]) -> str:
-    """Return a rollout's text; in a conversation, each turn and observation begins with its speaker in brackets."""
+    """Return a rollout's text. In a conversation, each turn and observation begins with its speaker in brackets."""
     if "turns" not in rollout:
         return str(rollout["completion"])
     names = {"sampled": "model", "forced": "forced"}
@@ -142,7 +143,6 @@ def written(rollout: dict[str, Any]) -> str:
 
 
 def _outcome_text(rollout: dict[str, Any]) -> str:
-    """Describe a rollout's reward, turns and length, or why it has no reward."""
     if rollout["outcome"] != "score":
         return f"{rollout['outcome']}: {rollout['extra'].get('why', '')}"
     cut = ", cut off" if rollout["finish_reason"] == "length" else ""

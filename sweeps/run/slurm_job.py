@@ -1,8 +1,9 @@
-"""Facts about the current SLURM job: ids, ranks, restarts, tasks. No other module reads `SLURM_*`.
+"""Facts about the current SLURM job: ids, ranks, restarts, tasks.
 
-submitit provides ids and ranks. This module also reads the number of restarts, the node's name in SLURM, and the
-numbers of tasks and nodes of the current `srun` step, which differ from those of the job. `sweeps.executor.slurm` only
-writes such variables into batch scripts, or removes them.
+submitit provides ids and ranks. This module adds the number of restarts, the node's name in SLURM, and the numbers of
+tasks and nodes of the current `srun` step, which are not those of the job. Only this module takes facts about the job
+from `SLURM_*`. `sweeps.executor.slurm` writes such variables into batch scripts or removes them. It warns about a
+removed variable that would have set an option of sbatch.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 @cache
 def _environment() -> SlurmJobEnvironment:
-    """Return submitit's description of the job, even if submitit did not start the job.
+    """Return submitit's description of the job, whether or not submitit started the job.
 
     Raises:
         UserError: submitit is not installed (scalerl-curves does not include it).
     """
     require("submitit", "SLURM_JOB_ID: a process inside a SLURM job", "submitit")
-    from submitit.slurm.slurm import SlurmJobEnvironment  # imported late: it takes a tenth of a second
+    from submitit.slurm.slurm import SlurmJobEnvironment  # imported here, because it takes a tenth of a second
 
     return SlurmJobEnvironment()
 
@@ -65,18 +66,18 @@ def restart_count() -> int:
 
 
 def node_name() -> str:
-    """Return this machine's name in SLURM, which may differ from a container's hostname; else the hostname."""
+    """Return this machine's name in SLURM, which in a container may differ from the hostname; else the hostname."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def length_s() -> float | None:
-    """Return the seconds from this job's start to its time limit, by slurmctld's clock; None if they are unknown."""
+    """Return the seconds from this job's start to its time limit, by slurmctld's clock; None if unknown."""
     start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
     return float(end) - float(start) if start and end else None
 
 
 def identity() -> dict[str, str | None]:
-    """Return job id, restart count and step id, which are equal for all ranks of one `srun`; empty outside of SLURM."""
+    """Return job id, restart count and step id, all equal on all ranks of one `srun`; empty outside of SLURM."""
     if not inside():
         return {}
     return {
@@ -87,7 +88,7 @@ def identity() -> dict[str, str | None]:
 
 
 def step_name() -> str:
-    """Return a name for this start of this step. Ranks that meet on a port compare it, to detect foreign processes."""
+    """Return a name for this start of this step, which ranks compare to detect foreign processes on a port."""
     return "/".join(os.environ.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
 
 
@@ -107,7 +108,7 @@ def step_nodes() -> int:
 
 
 def tasks_of_nodes() -> str:
-    """Return the numbers of tasks per node as SLURM writes them: "2(x3),1" is 2 on three nodes and 1 on a fourth."""
+    """Return the numbers of tasks per node in SLURM's notation: "2(x3),1" is 2 on three nodes and 1 on a fourth."""
     return os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
 
 
@@ -118,13 +119,13 @@ def evenly_spread() -> bool:
 
 def gpus_of_node() -> int:
     """Return the number of GPUs that this job requested on each node; 0 if none."""
-    # SLURM writes 4 or a100:4.
+    # SLURM writes `4` or `a100:4`.
     listed = os.environ.get("SLURM_GPUS_PER_NODE") or os.environ.get("SLURM_GPUS_ON_NODE") or "0"
     return int(listed.rpartition(":")[2])
 
 
 def put_step_for_job(tasks: int, nodes: int) -> None:
-    """Replace the job's numbers of tasks and nodes in the environment by the step's, for a library that reads them."""
+    """Set the environment's numbers of tasks and nodes to those of the step, for a library that reads the job's."""
     os.environ["SLURM_NTASKS"] = str(tasks)
     os.environ["SLURM_NNODES"] = str(nodes)
     os.environ["SLURM_NTASKS_PER_NODE"] = str(tasks // nodes)
@@ -141,7 +142,7 @@ def nodes_of_step() -> list[str]:
 
 
 def _names(listed: str) -> list[str]:
-    """Expand a node list as SLURM writes it, such as n[1-3], to the names of the nodes."""
+    """Expand a node list in SLURM's notation, such as n[1-3], to the names of the nodes."""
     process = subprocess.run(
         ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,8 +1,8 @@
 """Specification of a run: its resolved configuration, its identity, and the label of its curve.
 
-A run's identity is a hash of its seed and of all configuration values that affect what it learns. The identity of a
-curve (the runs of a recipe) is the same without the seed. The budget and output paths are in neither: a larger budget
-continues a run, and launching the same sweep twice finds the existing runs.
+A run's identity is a hash of its seed and of all configuration values that affect what it learns. The identity of its
+curve, which has all seeds of a recipe, is the same hash without the seed. Budget and output paths are in neither: a
+larger budget continues a run, and launching the same study again finds the existing runs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sweeps.run import fields
 from sweeps.run.files import parse_json, write_atomically
 
 SPEC_FILE = "spec.json"
-# Format version of specifications. The first format had module paths in its identities, and no version number.
+# Format version of specifications. The first format had no version number, and module paths in its identities.
 FORM = 2
 _OTHER_FORM = (
     "{}: written by another version, whose runs had other identities; its journals can still be fitted, ranked and "
     "published; to continue, launch the study into a folder of its own (study=NAME)"
 )
 
-# Beginning of a specification's file: its format version, which the first format lacks.
+# Beginning of a specification's file, with the format version. Files of the first format do not match.
 _FORM_FIRST = re.compile(rb'\{\s*"form":\s*(\d+),')
 
-# The line with the budget. The indent of one space means a field of the specification itself, not of a part. A string
-# cannot match, because line breaks in strings are escaped.
+# The line with the budget. The single space of indentation shows that it is a field of the specification itself, not of
+# a part of it. A string cannot match, because its line breaks are escaped.
 _STEPS = re.compile(r'^ "steps": (\d+),$', re.MULTILINE)
 
 _CURVE = re.compile(r'^ "curve": "([^"\\]*)",$', re.MULTILINE)
@@ -49,22 +49,23 @@ OPERATIONAL_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Specification of one member of a study: what the run is, and everything needed to start or continue it.
+    """Specification of one member of a study: what the run is, and all that is needed to start or continue it.
 
-    It is frozen at submission: written to the run's folder, and protected by a checksum in the study's ledger.
+    At submission it is written to the run's folder, and its checksum to the study's ledger, which reveals later
+    changes.
 
     Attributes:
         run, curve: identities of the run and of its curve, 12 hexadecimal digits each.
         recipe: label of the curve, such as `scalerl_core+loss=dapo`.
         baseline: label of the recipe with which this one is compared.
-        departures: by axis, the choice in which the recipe differs from the baseline, in a few words.
-        settings: other values that differ between members of the study.
+        departures: for each axis on which the recipe differs from the baseline, its choice in a few words.
+        settings: other values in which members of the study differ.
         seed: random seed of the run.
         steps: budget in optimizer steps.
         config: resolved configuration.
-        reference: configuration of the baseline recipe, with the same seed and settings.
-        folders: the user's own folders with configuration files, and the modules that these name.
-        overrides: command-line overrides of the launch, enough to continue the run; addresses of servers are left out.
+        reference: configuration of the baseline, with this run's seed and settings.
+        folders: the user's own folders with configuration files, and modules that these name.
+        overrides: command-line overrides of the launch, enough to continue the run. Addresses of servers are left out.
         cautions: warnings to print before the launch; not stored.
     """
 
@@ -89,16 +90,15 @@ class RunSpec:
 
     @property
     def first_step(self) -> int:
-        """Step at which a branch starts from its parent; 0 for a run that is not a branch."""
+        """Step at which a branch leaves its parent; 0 for a run that is not a branch."""
         return int(branch_of(self.config).get("branch", {}).get("step") or 0)
 
     @property
     def layout(self) -> tuple[int, int] | None:
-        """Number of nodes, and of ranks per node, that the run requires (group `strategy`); None if any will do."""
+        """Numbers of nodes and of ranks per node that the run requires (group `strategy`); None if not set."""
         return layout_of(self.config)
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields that are stored."""
         return {key: value for key, value in self.__dict__.items() if key != "cautions"}
 
     def header(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class RunSpec:
         }
 
     def labelled_like(self, other: RunSpec) -> RunSpec:
-        """Return this specification with the label, and the fields that explain it, of another run of its curve."""
+        """Return this specification with the label of `other`, a run of its curve, and the fields that explain it."""
         operational = {key: value for key, value in self.reference.items() if key in OPERATIONAL_KEYS}
         return replace(
             self,
@@ -127,23 +127,23 @@ class RunSpec:
         )
 
     def checksum(self) -> str:
-        """Return a checksum of 16 hexadecimal digits, to detect changes after the specification was frozen.
+        """Return a checksum of 16 hexadecimal digits, to detect changes after the launch.
 
-        It covers everything except the budget (which may grow), overrides, and operational keys. A specification has
-        the same checksum before writing and after reading.
+        It covers everything except the budget (which may grow), overrides, and operational keys. It is the same before
+        writing the specification and after reading it.
         """
         frozen = {key: value for key, value in self._fields().items() if key not in ("steps", "overrides")}
         frozen |= {"config": learning_config(self.config), "reference": learning_config(self.reference)}
-        # Keys are not sorted because their order matters: the first held-out set is the default.
+        # Keys are not sorted, because their order matters: the first held-out set is the default one.
         return hashlib.sha256(json.dumps(frozen, separators=(",", ":")).encode()).hexdigest()[:16]
 
     def check_checksum(self, run_dir: Path, expected: str | None) -> None:
-        """Refuse a specification that was changed after it was frozen.
+        """Refuse a specification that was changed after the launch.
 
         Args:
-            run_dir: folder from which the specification was read, for the message.
-            expected: the specification's checksum when it was frozen. None accepts any specification, because ledgers
-                of earlier versions have no checksums.
+            run_dir: folder from which the specification was read; shown in the message.
+            expected: checksum in the study's ledger; None (from a ledger of an earlier version) accepts any
+                specification.
 
         Raises:
             UserError: the checksum differs.
@@ -155,16 +155,16 @@ class RunSpec:
             )
 
     def write(self, run_dir: Path, texts: Texts | None = None) -> bytes | None:
-        """Write the specification to the run's directory atomically; later launches read it from there.
+        """Write the specification to the run's directory, atomically. Later launches read it from there.
 
-        Keys keep their order, because the first held-out set is the default.
+        Keys keep their order, because the first held-out set is the default one.
 
         Args:
             run_dir: the run's folder, created if missing.
-            texts: encoder shared by the specs of a study, so that common parts are encoded once.
+            texts: encoder that the specs of a study share, so that parts they have in common are encoded once.
 
         Returns:
-            Content of the replaced file; None if there was no file, or its content was equal.
+            Content of the replaced file; None if there was none, or if it had the same content.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         text = (texts or Texts()).of({"form": FORM, **self._fields()}, ("config", "reference"))
@@ -182,8 +182,8 @@ class RunSpec:
 
         Args:
             run_dir: the run's folder.
-            known: cache shared by all specs of a study, so that common parts are in memory once: ten thousand specs
-                would otherwise take gigabytes.
+            known: cache that the specs of a study share, so that parts they have in common are in memory once.
+                Otherwise ten thousand specs would take gigabytes.
 
         Raises:
             UserError: the file does not exist, cannot be read, or has another format version.
@@ -205,11 +205,6 @@ class RunSpec:
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
-    """Refuse fields of a specification that have the wrong type.
-
-    Raises:
-        ValueError: a field has the wrong type; the message names it and its value.
-    """
     fields.run_name(values)
     for name in ("curve", "recipe", "baseline"):
         fields.text(values, name)
@@ -220,14 +215,14 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 class Texts:
-    """JSON encoder that encodes a part only once if many objects share it; output as `json.dumps(..., indent=1)`."""
+    """JSON encoder that encodes a part only once if objects share it. Its output equals `json.dumps(..., indent=1)`."""
 
     def __init__(self) -> None:
-        # Encoded parts, by the part's id. The part is stored too, because ids of deleted objects are reused.
+        # Encoded parts by the part's id. The part is kept as well, because the id of a deleted object is used again.
         self._known: dict[int, tuple[Any, str]] = {}
 
     def of(self, values: Mapping[str, Any], shared: Sequence[str]) -> str:
-        """Encode one object; the values inside its fields `shared` are cached for other objects."""
+        """Encode one object. The values in its fields `shared` are cached, because other objects share them."""
         lines = []
         for key, value in values.items():
             if key in shared and value and all(isinstance(name, str) for name in value):
@@ -247,12 +242,12 @@ class Texts:
 
 
 def _once(part: Any, known: dict[str, Any]) -> Any:
-    """Return the object in the cache `known` with the same repr as `part`, so that specs share memory."""
+    """Return the object in the cache `known` that has the same repr as `part`, so that specs share memory."""
     return known.setdefault(repr(part), part)
 
 
 def run_folder(name: str) -> Path:
-    """Return the folder `name` of a run, after checking that it has a specification of `scalerl train`.
+    """Return the run folder `name`, after checking that it has a specification of `scalerl train`.
 
     Raises:
         UserError: the folder has no specification.
@@ -264,10 +259,10 @@ def run_folder(name: str) -> Path:
 
 
 def check_form(run_dirs: Iterable[Path]) -> None:
-    """Check that no specification in these directories was written by a version with another identity format.
+    """Check that no specification in these directories has the format of another version.
 
     Raises:
-        UserError: a run has another format; the message has the remedy.
+        UserError: a specification has another format. The message has the remedy.
     """
     for run_dir in run_dirs:
         try:
@@ -275,7 +270,7 @@ def check_form(run_dirs: Iterable[Path]) -> None:
                 first = _FORM_FIRST.match(handle.read(64))
             form = int(first[1]) if first else parse_json((run_dir / SPEC_FILE).read_text()).get("form", 1)
         except (OSError, ValueError, AttributeError):
-            continue  # missing or unreadable: reported elsewhere
+            continue  # a missing or unreadable specification is reported elsewhere
         if form != FORM:
             raise UserError(_OTHER_FORM.format(run_dir / SPEC_FILE))
 
@@ -291,10 +286,7 @@ def budget_of(run_dir: Path) -> int | None:
 
 
 def kept_steps_of(run_dir: Path) -> frozenset[int]:
-    """Return `checkpoint.keep_steps`, the steps whose checkpoints are never deleted, from a run's specification.
-
-    Empty if it is not set or cannot be read.
-    """
+    """Return the steps whose checkpoints a run never deletes (`checkpoint.keep_steps`); empty if unreadable."""
     try:
         config = parse_json((run_dir / SPEC_FILE).read_text())["config"]
         return frozenset(map(int, (config.get("checkpoint") or {}).get("keep_steps") or ()))
@@ -313,7 +305,7 @@ def curve_of(run_dir: Path) -> str | None:
 
 
 def run_of_curve(runs_dir: Path, curve: str) -> Path | None:
-    """Return the folder of a run of this curve in a study's folder `runs`; None if there is none."""
+    """Return the folder of some run of this curve in a study's folder `runs`; None if there is none."""
     return next((run_dir for run_dir in sorted(runs_dir.glob("*")) if curve_of(run_dir) == curve), None)
 
 
@@ -325,7 +317,7 @@ def layout_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def branch_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field `branch` of a journal's header, with the parent run; empty if the run is not a branch."""
+    """Return the field `branch` of a journal's header, which describes the parent run; empty if there is no parent."""
     branch = config.get("branch")
     if not isinstance(branch, Mapping) or branch.get("run") is None:
         return {}
@@ -355,10 +347,10 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 
 
 def check_finite(config: Mapping[str, Any], prefix: str = "") -> None:
-    """Check that no value of a configuration is NaN or infinity, which JSON does not have.
+    """Check that no value of a configuration is NaN or infinite, which JSON cannot express.
 
     Raises:
-        UserError: a value is NaN or infinity; the message names its dotted key.
+        UserError: a value is NaN or infinite. The message names its dotted key.
     """
     for name, value in config.items():
         for part in value if isinstance(value, list | tuple) else [value]:
@@ -404,18 +396,17 @@ def make_spec(
     folders: Sequence[str] = (),
     clean: dict[tuple[str, int], Any] | None = None,
 ) -> RunSpec:
-    """Make a run's specification from a resolved configuration, with its identities.
+    """Make a run's specification, with its identities, from a resolved configuration.
 
     Args:
         config: resolved configuration of the run, as plain values.
-        reference: configuration of the baseline recipe, with the run's seed and settings.
+        reference: configuration of the baseline, with the run's seed and settings.
         label: label of the run's curve.
         baseline: label of the recipe with which this one is compared.
-        identity: values that affect what the run learns, without its seed, in a form that does not change with
-            versions; None for all values of `config` except the operational keys.
+        identity: values that affect what the run learns, without its seed, in a form that is the same in all versions;
+            None for all values of `config` without the operational keys.
         departures, settings, folders: see `RunSpec`; None means empty.
-        clean: cache of parts that have no secrets, shared by configurations with common parts, so that each part is
-            searched for secrets only once.
+        clean: cache of parts without secrets. Configurations that share it also share the search for secrets.
 
     Raises:
         UserError: the configuration contains a secret, NaN or infinity.
@@ -429,7 +420,7 @@ def make_spec(
             continue
         if secret := _secret({key: part}, {key: redact_config(part, key)}):
             break
-        clean[key, id(part)] = part  # store the part too, because ids of deleted objects are reused
+        clean[key, id(part)] = part  # the part is kept too, because the id of a deleted object is used again
     else:
         secret = None
     if secret:
@@ -456,12 +447,12 @@ def make_spec(
 
 
 def _without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Redact the operational keys of a configuration, because the address of an MLflow server may contain a login."""
+    """Redact the operational keys of a configuration: an address of an MLflow server may contain a login."""
     return {key: redact_config(value, key) if key in OPERATIONAL_KEYS else value for key, value in config.items()}
 
 
 def _secret(value: Any, masked: Any, path: str = "") -> str | None:
-    """Return the dotted key of the first value that redaction has changed in `masked`; None without such a value."""
+    """Return the dotted key of the first value that redaction has changed in `masked`; None if there is none."""
     if isinstance(value, Mapping):
         keys = (_secret(item, masked[key], f"{path}.{key}" if path else str(key)) for key, item in value.items())
         return next(filter(None, keys), None)

@@ -1,4 +1,4 @@
-"""Read a growing journal incrementally: each update reads only the appended lines."""
+"""Read a growing journal incrementally: each update reads only the lines that were appended."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sweeps.run.journal import JOURNAL_FILE, JournalError, JournalParser, Journa
 # Beginning of a record, as `Journal` writes it.
 _RECORD = re.compile(rb'\{"kind":"(train|eval)","time":[-+.\deE]+,"step":(-?\d+),"metrics":\{')
 _BLOCK_BYTES = 1 << 20
-_MARK_BYTES = 4096  # how many of the bytes read last are hashed, to notice that the file was changed or replaced
+_MARK_BYTES = 4096  # number of bytes read last that are hashed, to notice changes of the file
 
 
 class JournalTail:
     """Incremental version of `read_journal` for one journal.
 
-    A line is read as soon as it is complete. The file is read again from its beginning if it was replaced (by a mended
-    journal), became shorter, or no longer contains the bytes read last.
+    A line is read as soon as it is complete. The file is read from its beginning again if it was replaced (by a mended
+    journal), became shorter, or no longer contains the bytes that were read last.
 
     Args:
         run_dir: the run's directory.
@@ -33,7 +33,7 @@ class JournalTail:
         self._begin({})
 
     def _begin(self, forgotten: Mapping[str, int]) -> None:
-        """Start over at the beginning of the file; do not store records up to the steps in `forgotten`, by kind."""
+        """Start at the beginning of the file. Records up to the steps in `forgotten`, by kind, are not stored."""
         self._parser = JournalParser(self.path)
         self._parser.forget(forgotten)
         self._file: tuple[int, int] | None = None  # device and inode
@@ -41,15 +41,15 @@ class JournalTail:
         self._mark = 0, b""  # length and digest of the bytes before the offset
 
     def forget(self, steps: Mapping[str, int]) -> None:
-        """Drop the records up to these steps, by kind, and do not store them later, to save memory.
+        """Drop the records up to these steps, by kind, and do not store such records later, to save memory.
 
-        A line with such a record that is read later is not parsed. Then only a wrong checksum, or damage from a crash
-        of the writer, is noticed in it.
+        Lines with such records that are read later are not parsed. In them, only a wrong checksum, or damage from a
+        crash of the writer, is noticed.
         """
         self._parser.forget(steps)
 
     def update(self) -> JournalView:
-        """Read the appended lines and return the journal as it is now, without forgotten records.
+        """Read the appended lines, and return the journal as it is now, without forgotten records.
 
         Raises:
             JournalError: as for `read_journal`.
@@ -69,12 +69,12 @@ class JournalTail:
         return self._parser.view()
 
     def _is_same_file(self, handle: FileIO) -> bool:
-        """Return whether the bytes before the current offset are still those that were read last."""
+        """Return whether the bytes before the current offset are those that were read last."""
         length, digest = self._mark
         return _digest(os.pread(handle.fileno(), length, self._offset - length)) == digest if length else True
 
     def _read(self, handle: FileIO) -> None:
-        """Parse the lines from the current offset to the last valid line; leave a torn end for the next update."""
+        """Parse the lines from the current offset to the last valid line. A torn end is left for the next update."""
         begin = at = self._offset
         handle.seek(at)
         rest = recent = b""
@@ -89,7 +89,7 @@ class JournalTail:
                             self._parser.take(None)
                         self._parser.skip(step)
                     elif (entry := parse_line(line)) is None:
-                        damaged = True  # unless this is the last line, which may be still unfinished
+                        damaged = True  # unless this is the last line, which may still be incomplete
                         continue
                     else:
                         self._parser.take(None if damaged else entry)
@@ -101,9 +101,9 @@ class JournalTail:
                 self._mark = len(recent), _digest(recent)
 
     def _forgotten_step(self, line: bytes) -> int | None:
-        """Return the step of a record that need not be stored, without parsing the line; None for any other line."""
+        """Return the step of a record that is not to be stored, without parsing the line; None for any other line."""
         forgotten = self._parser.forgotten
-        # Damage from power failures and torn writes is still noticed: zeros, and two lines in one.
+        # What a power failure or a torn write leaves is still noticed: zeros, and two records in one line.
         if not forgotten or not line.endswith(b"}") or b"\0" in line or line.count(b'{"kind":') != 1:
             return None
         match = _RECORD.match(line)
@@ -113,10 +113,10 @@ class JournalTail:
 
 
 class Tails:
-    """Incremental `read_journal` for many journals, with one tail each.
+    """Incremental `read_journal` for many journals: a `JournalTail` for each.
 
     Args:
-        forgotten: by kind of record, the step up to and including which records are not stored; None to store all.
+        forgotten: by kind of record, the last step whose records are not stored; None to store all records.
     """
 
     def __init__(self, forgotten: Mapping[str, int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Check whether code that a study's folder names may run without `--trust`."""
+"""Decide whether code that is named in a study's folder may run without `--trust`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def belongs_to_user(path: Path, outside: Path | None = None) -> bool:
 
     Args:
         path: file or folder to check; False if it does not exist.
-        outside: folder that must not contain `path`, such as a study's: files in a study may come from someone else,
-            even if they belong to the user who unpacked them. None for no such folder.
+        outside: folder that must not contain `path`, such as a study's folder: files in a study may come from someone
+            else although they belong to the user, who unpacked them. None if there is no such folder.
     """
     return _belongs_to(os.geteuid(), path, outside)
 
@@ -34,11 +34,11 @@ def _belongs_to(user: int, path: Path, outside: Path | None) -> bool:
         status = resolved.stat()
     except OSError:
         return False
-    # Write access of the group is accepted, because on many systems each user is the only member of a group.
+    # Write access of the group is accepted, because on many systems each user has a group of their own.
     safe = status.st_uid == user and not status.st_mode & stat.S_IWOTH
     return safe and (outside is None or not resolved.is_relative_to(outside))
 
 
 def refusal(file: Path, field: str, value: Any, expected: str) -> UserError:
-    """Return the error for code that is not run: one line with the field, its value and the remedy."""
+    """Return the error for code that may not run: one line with the field, its value and the remedy."""
     return UserError(f"{file}: {field}: {str(value)[:200]!r} is not {expected} (docs/guide/study.md); {REMEDY}")

@@ -1,4 +1,4 @@
-"""Find the user's configuration folders, which Hydra searches besides `conf/`, and the file of `--config-name`."""
+"""Find the user's configuration folders, which Hydra searches in addition to `conf/`, and the user's main file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sweeps.errors import UserError
 
 
 def user_folders(hydra: Any) -> list[str]:
-    """Return the user's folders given by `--config-dir` or `hydra.searchpath`, from Hydra's own configuration.
+    """Return the user's folders, given by `--config-dir` or `hydra.searchpath`, from Hydra's own configuration.
 
     Raises:
         UserError: an entry is a Python package, not a folder, and could not be passed to members.
@@ -24,12 +24,12 @@ def user_folders(hydra: Any) -> list[str]:
     return folders
 
 
-# Name of the configuration from which runs of this package are composed.
+# Name of the main configuration file of this package.
 _DEFAULT_CONFIG = "train"
 
 
 def study_files(hydra: Any) -> list[str]:
-    """Return a list with the path of the file that `--config-name` names; empty for the default configuration."""
+    """Return the path of the file that `--config-name` names, in a list; empty for this package's own file."""
     name = str(hydra.job.config_name).removesuffix(".yaml")
     if name == _DEFAULT_CONFIG:
         return []

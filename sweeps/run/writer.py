@@ -1,4 +1,4 @@
-"""Give one process at a time the exclusive right to write a run; if it dies, another process can take over."""
+"""Give one process at a time the exclusive right to write a run. If it dies, another process can take over."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec
 
 LEASE_WAIT_S = 60.0
-# Hundreds of members send heartbeats to one file system, so each sends only four per minute. A takeover needs six
-# missed heartbeats, because caches delay them: NFS may show changes a minute late.
+# Hundreds of members send heartbeats to one file system, so each sends only four per minute. Another process takes over
+# only after six missed heartbeats, because caches delay them: NFS may show changes a minute late.
 BEAT_S = 15.0
 EXPIRY_S = 90.0
-# Seconds for which a check of the lease is trusted: a run may write many lines per second, and checks before each line.
+# A check of the lease is trusted for this many seconds, because a run checks before every line, many times per second.
 TRUSTED_S = 1.0
-# Long enough to notice that the holder's node is dead, even with a slow file server. If the holder is alive after that,
-# it is better to give the allocation back than to wait while another copy works.
+# Long enough to find out that the holder's node is dead, even on a slow file server. If the holder is alive, it is
+# better to return the allocation than to wait while the other copy works.
 DUPLICATE_WAIT_S = 600.0
 
 
 class DuplicateRunError(UserError):
-    """Error: another copy of this job is writing the run; the message names it. This job has not failed."""
+    """Error: another copy of this job is writing the run. The message names it. This job has not failed."""
 
 
 @contextmanager
 def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease | None]:
-    """Acquire the run's lease on rank 0 and yield it; other ranks wait until rank 0 has the lease, and yield None.
+    """Acquire the run's lease on rank 0, and yield it. Other ranks wait until rank 0 has it, and yield None.
 
-    A cluster job waits up to `DUPLICATE_WAIT_S` for the lease, because the scheduler may have lost track of an earlier
-    job that is dying or still working. Elsewhere the wait is `LEASE_WAIT_S`: by then, an earlier process whose parent
-    has died has ended too. While the lease is held, a stop request in the run's directory is obeyed, and the process
-    ends itself if it hangs (`launch.hang_factor`).
+    A cluster job waits up to `DUPLICATE_WAIT_S` for the lease: the scheduler may have lost track of an earlier job that
+    is dying or still working. Elsewhere the wait is `LEASE_WAIT_S`: by then a holder whose parent has died has ended as
+    well. While the lease is held, a stop request in the run's directory is obeyed, and the process ends itself if it
+    hangs (`launch.hang_factor`).
 
     Args:
         run_dir: the run's folder.
@@ -56,7 +56,7 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         # Rank 0 may find the run done and exit before other ranks see its lease.
         while job and not _is_held_by(alive(run_dir), job_facts) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
-            if reason := requested_stop(run_dir):  # then rank 0 has exited without taking the lease
+            if reason := requested_stop(run_dir):  # rank 0 has then exited without the lease
                 raise RunInterruptedError(reason)
             time.sleep(0.5)
         yield None
@@ -81,6 +81,6 @@ def _is_held_by(facts: dict[str, object] | None, job_facts: Mapping[str, str | N
 
 
 def _stop_if_asked(when: str) -> None:
-    """Raise `RunInterruptedError` if this process was asked to stop; `when` completes the message."""
+    """Raise `RunInterruptedError` if this process was asked to stop. `when` completes the message."""
     if interruption.requested:
         raise RunInterruptedError(f"{interruption.reason} {when}")

@@ -1,4 +1,4 @@
-"""Choose a study's decider by its launch settings."""
+"""Choose the decider of a study, from its launch settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sweeps.search.settings import RaceSettings
 
 
 def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
-    """Return the decider of a study that was launched as a race; None for any other study, whose members all run.
+    """Return the decider of a study that was launched as a race; None for any other study, all of whose members run.
 
     Raises:
         UserError: the settings are out of range, or the study's race was begun with other settings.
@@ -17,6 +17,6 @@ def decider_of(study: Study, plan: LaunchSettings) -> Decider | None:
     settings = RaceSettings.recorded(plan.race)
     if settings.mode == "none":
         return None
-    from sweeps.search.race import LiveRace  # imports NumPy, SciPy and the fits: only for a race
+    from sweeps.search.race import LiveRace  # imports NumPy, SciPy and the fits, which only a race needs
 
     return LiveRace(study, settings)

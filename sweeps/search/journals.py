@@ -15,19 +15,19 @@ from sweeps.source import load
 
 
 def compute_reached(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, float], set[str]]:
-    """Compute how far each recipe has come, as `sweeps.decide.race.next_look` needs it.
+    """Compute how far each recipe has come, for `sweeps.decide.race.next_look`.
 
     Args:
         runs: recipe, state (`finished`, `failed` or another) and compute of the last evaluation of each run.
 
     Returns:
-        For each recipe, the smallest compute over its runs; failed runs are left out, and finished runs count as
-        infinite. If all runs of a recipe have failed, it is the largest compute of these. Second, the recipes whose
-        runs have all failed.
+        First, for each recipe, the smallest compute over its runs. Failed runs are left out, and finished runs count as
+        infinite. If all runs of a recipe have failed, it is their largest compute. Second, the recipes whose runs have
+        all failed.
     """
     by_recipe: dict[str, list[tuple[str, float]]] = {}
     for recipe, state, compute in runs:
-        # Infinite, because no look waits for a run that has finished.
+        # No look waits for a run that has finished, so its compute is infinite.
         by_recipe.setdefault(recipe, []).append((state, math.inf if state == "finished" else compute))
     valid = {recipe: [reached for state, reached in ends if state != "failed"] for recipe, ends in by_recipe.items()}
     failed = {recipe for recipe, computes in valid.items() if not computes}
@@ -37,7 +37,7 @@ def compute_reached(runs: Iterable[tuple[str, str, float]]) -> tuple[dict[str, f
 
 
 class Journals:
-    """Content of the members' journals so far; each update reads only new data.
+    """Content of the members' journals so far. Each update reads only new data.
 
     Args:
         runs_dir: folder with one folder per member, named by the member's identity.
@@ -52,7 +52,7 @@ class Journals:
         self._states: dict[str, MemberState] = {}
 
     def watch(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> bool:
-        """Read the journals of members that run, ran at the last call, or have changed their state.
+        """Read the journals of members that run, ran at the last call, or have changed their state since.
 
         Returns:
             Whether any member has new evaluations.
@@ -66,7 +66,7 @@ class Journals:
         return self.update(runs)
 
     def update(self, runs: Sequence[str]) -> bool:
-        """Read new records of these members; return whether any member has new evaluations."""
+        """Read new records of these members. Return whether any member has new evaluations."""
         has_new = False
         for run in runs:
             run_dir = self._runs_dir / run
@@ -80,7 +80,7 @@ class Journals:
             try:
                 view = self._tails.setdefault(run, JournalTail(run_dir)).update()
             except JournalError:
-                continue  # the journal is damaged, which the study's controller reports
+                continue  # the study's controller reports the damaged journal
             earlier, self._views[run] = self.evaluations(run), view
             has_new = has_new or len(earlier) != len(self.evaluations(run))
         return has_new
@@ -99,8 +99,8 @@ class Journals:
         return self._views.get(run)
 
     def curves(self, runs: Sequence[str], metric: str | None = None, axis: str | None = None) -> list[Curve]:
-        """Make a curve per recipe from the members that have evaluations, in the order of `runs`."""
-        # Copy the headers, because `load` changes them to make recipes with the same name distinct.
+        """Make a curve per recipe from those of the members that have evaluations, in the order of `runs`."""
+        # `load` changes headers, to make recipes with the same name distinct: give it copies.
         known = {
             (self._runs_dir / run).resolve(): replace(self._views[run], header=dict(self._views[run].header))
             for run in runs

@@ -1,10 +1,9 @@
-"""Race without a decider: each run reads its rivals' journals and decides when to stop itself.
+"""Race without a controller: each run reads its rivals' journals and decides when to stop itself.
 
-This is for runs that are started one by one, without a controller, by Lightning (`lightning_scalerl.Race`) or any other
-training loop (`sweeps.stopping`). Runs whose folders exist before the first look take the same looks at the same
-evaluations, so they decide alike. A run that begins later compares more rivals at its looks than the other runs did at
-their earlier looks. No run pauses for another: it continues, and takes a look when all existing runs have reached the
-look's compute.
+This is for runs that are started one by one, by Lightning (`lightning_scalerl.Race`) or any other training loop
+(`sweeps.stopping`). Runs whose folders exist before the first look take the same looks at the same evaluations, so they
+decide alike. A run that begins later finds more rivals at its looks than the other runs did. No run pauses for another:
+it continues, and takes a look when all existing runs have reached the look's compute.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ class Looks:
     """Take a race's looks for one run, and append them to `race.jsonl` in its directory.
 
     Args:
-        study: folder that contains the folders of all runs, including this run; later runs take part once they exist.
+        study: folder that contains the folders of all runs, including this one; later runs take part as soon as they
+            exist.
         run_dir: folder of this run.
         rules: when looks are taken and recipes stopped.
-        metric, axis: reward and compute axis of the comparison, see `sweeps.source.load`; None for the defaults.
+        metric, axis: reward and compute axis of the comparison; None for the defaults of `sweeps.source.load`.
         log: logger for warnings; None for this module's.
         name: the run's name in warnings; "" if the log has only one run.
-        members: number of runs that must exist before a look is taken.
+        members: fewest runs that must exist before a look is taken.
 
     Raises:
         UserError: the run is not in the folder, the folder is itself a run, or earlier looks used other rules.
@@ -81,15 +81,15 @@ class Looks:
             )
 
     def warn(self, text: str) -> None:
-        """Log a warning, once."""
+        """Log a warning, unless it was logged before."""
         if text not in self._warned:
             self._warned.add(text)
             self._log.warning("%s%s", self._prefix, text)
 
     def take(self) -> str | None:
-        """Take the looks that are due; return the reason if this run's recipe is stopped, else None.
+        """Take the looks that are due. Return the reason if this run's recipe is stopped, else None.
 
-        If evaluations cannot be compared, no look is taken and a warning is logged, because a fault of a rival must not
+        If evaluations cannot be compared, a warning is logged and no look is taken, because a fault of a rival must not
         end this run.
         """
         names = {str(path.resolve().relative_to(self._study)): path for path in find_runs(self._study)}
@@ -111,7 +111,7 @@ class Looks:
             (labels[name], view.status, self._journals.compute(name, curves[0].axis)) for name, view in views.items()
         )
         while isinstance(look := next_look(curves, self._rules, reached, self._looks, failed=failed), Look):
-            # Write the look before the run acts on it, so that a resumed run continues from the recorded looks.
+            # The look is written before the run acts on it, so that a resumed run continues from the recorded looks.
             line = {"rules": self._rules.to_json(), "look": look.to_json()}
             append_lines(self._path, [line], durable=True, checksum=True)
             self._looks.append(look)
@@ -119,7 +119,7 @@ class Looks:
         return next((look.why(label, self._rules) for look in self._looks if label in look.stopped), None)
 
     def _warn_of_namesakes(self, own: str, labels: Mapping[str, str], views: Mapping[str, JournalView]) -> None:
-        """Warn if all runs have this run's label, or another run has both its label and its seed: they do not race."""
+        """Warn if all runs have this run's label, or another has its label and seed: these do not race each other."""
         seeds = [view.header.get("seed") for name, view in views.items() if labels[name] == labels.get(own)]
         if len(seeds) > 1 and (len(seeds) == len(views) or seeds.count(views[own].header.get("seed")) > 1):
             self.warn(

@@ -2,7 +2,7 @@
 
 Optuna's journal in the study's folder (`optuna.jsonl`) stores the trials. A trial is made in four steps: ask Optuna for
 a trial, draw its parameters, write the identity of its run to Optuna's journal, and make it a member. After a kill at
-any point, the next process finds the proposals in Optuna's journal, and their results in the ledger and the runs'
+any point, the next process finds the proposed trials in Optuna's journal, and their results in the ledger and the runs'
 journals.
 """
 
@@ -33,8 +33,8 @@ from sweeps.search.settings import Axis, SearchSettings
 from sweeps.search.trials import TRIALS_FILE, Planner, Trials, message_of, sampling
 from sweeps.terminal import counted
 
-_LOW = 0.025  # probability of a result below the lower bound, which is a trial's value
-# Number of refused configurations in a row after which the search fails.
+_LOW = 0.025  # Probability below the lower bound of the result. This bound is a trial's value.
+# The search fails after this many configurations in a row that were refused.
 _MAX_REFUSED = 10
 
 
@@ -48,8 +48,8 @@ class Search:
         base: command-line overrides that all trials share.
         planner: function that makes members' specifications from lists of overrides.
         sampler: function that makes Optuna's sampler from a seed.
-        find_substitutes: function that finds adopted runs to use in place of members, see
-            `sweeps.launch.adopted.find_substitutes`; None if the study has no adopted runs.
+        find_substitutes: function that finds adopted runs (of other studies or trainers) to use in place of members,
+            see `sweeps.launch.adopted.find_substitutes`; None if the study has none.
         open_axes: see `Trials`.
     """
 
@@ -80,16 +80,16 @@ class Search:
     # --- members to run ------------------------------------------------------------------------------------------
 
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
-        """Report results of ended members to Optuna and return members for new trials. See `Decider.members`."""
+        """Report results of ended members to Optuna, and return members for new trials. See `Decider.members`."""
         while True:
             self._tell(states)
             had_trials, members = self._ask(states)
-            # A trial that was refused, or that proposes a known run, frees its slot for another trial.
+            # A trial that was refused, or whose run is already a member, frees its slot for another trial.
             if members or not had_trials:
                 return members
 
     def _ask(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
-        """Ask Optuna for a trial per free slot; return whether there were trials to plan, and their new members."""
+        """Ask Optuna for a trial per free slot. Return whether there were trials to plan, and their new members."""
         open_trials = self.trials.unfinished()
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
         trial_count = len(self.trials.study.get_trials(deepcopy=False))
@@ -98,7 +98,7 @@ class Search:
             self._messages.append(strangers)
         self._checked_unknown_members = True
         new = 0 if self.trials.exhausted else min(max(0, places - len(lost)), self._settings.n_trials - trial_count)
-        # Trials that a killed process left without a member, and new trials.
+        # First the trials that a killed process left without a member, then new ones.
         trials = [Trial(self.trials.study, each._trial_id) for each in lost]
         with sampling():
             trials += [self.trials.study.ask() for _ in range(new)]
@@ -109,7 +109,7 @@ class Search:
         return True, list({spec.run: spec for spec in found if spec.run not in states}.values())
 
     def _unknown_members_note(self, states: Mapping[str, MemberState]) -> str | None:
-        """Return a warning on members without a trial, whose lines in Optuna's journal may be lost; else None."""
+        """Return a warning about members without a trial, because Optuna's journal may have lost lines; else None."""
         known = {each.user_attrs.get("run") for each in self.trials.study.get_trials(deepcopy=False)}
         strange = [state.title for run, state in states.items() if run not in known]
         if not strange:
@@ -122,13 +122,13 @@ class Search:
         )
 
     def _specs(self, suggested: Sequence[tuple[Trial, list[str]]]) -> list[RunSpec]:
-        """Plan trials as members; a refused trial is recorded as failed in Optuna's journal, with its reason."""
+        """Plan trials as members. A refused trial is recorded as failed in Optuna's journal, with the reason."""
         try:
-            # `start` comes first, so that labels show how each trial differs from it.
+            # With `start` first, the labels show how each trial differs from it.
             specs = self._planner([self.trials.start, *([*self._base, *overrides] for _, overrides in suggested)])[1:]
         except (OSError, PlannerLostError):
-            raise  # not caused by the trial: the next process plans it again
-        except Exception as error:  # also Hydra's errors, for an unknown key or choice
+            raise  # the trial did not cause this: the next process plans it again
+        except Exception as error:  # includes Hydra's errors about an unknown key or choice
             if len(suggested) > 1:
                 return [spec for each in suggested for spec in self._specs([each])]
             ((trial, overrides),) = suggested
@@ -150,7 +150,6 @@ class Search:
     def _replace_by_adopted_runs(
         self, suggested: Sequence[tuple[Trial, list[str]]], specs: Sequence[RunSpec]
     ) -> list[RunSpec]:
-        """Replace members by adopted runs with the same values."""
         assert self._find_substitutes is not None
         found, _ = self._find_substitutes(specs)
         for (trial, _), spec in zip(suggested, specs, strict=True):
@@ -161,7 +160,6 @@ class Search:
         return [found.get(spec.run) or spec for spec in specs]
 
     def _tell(self, states: Mapping[str, MemberState]) -> None:
-        """Report the results of ended members to Optuna."""
         for trial in self.trials.unfinished():
             run = str(trial.user_attrs.get("run"))
             state = states[run].state if run in states else None
@@ -189,7 +187,7 @@ class Search:
             )
 
     def _value(self, run: str) -> float | None:
-        """Return a run's objective, the lower 2.5% bound of its asymptote or reward; None without evaluations."""
+        """Return a run's objective: the lower 2.5% bound of its asymptote or reward; None without evaluations."""
         curves = self._journals.curves([run])
         if not curves:
             return None
@@ -205,7 +203,7 @@ class Search:
         return float(np.quantile(rewards, _LOW))
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Run all open trials except pruned ones, at most `n_jobs`. See `Decider.wish`."""
+        """Run all trials without a result, except pruned ones, at most `n_jobs`. See `Decider.wish`."""
         if self._settings.prune == "race":
             self._race(states, at_work)
         over = {run: why for run, why in self._stopped().items() if run in states and states[run].state != "finished"}
@@ -214,13 +212,13 @@ class Search:
         open_runs = {each.user_attrs.get("run") for each in self.trials.unfinished()}
         wanted = [run for run in states if run in open_runs and run not in over]
         wanted.sort(key=lambda run: (run not in at_work, states[run].state not in ("submitting", "started")))
-        # Cut to the slots of this launch: an earlier launch may have had more.
+        # An earlier launch may have had more slots than this one.
         return Wish(wanted[: self._settings.n_jobs], to_end=over, messages=messages)
 
     # --- pruning -------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> dict[str, str]:
-        """Return the reasons for pruning by run; they are read from the race record at first use."""
+        """Return the reason for pruning by run, read from the race record when first needed."""
         if self._pruned is None:
             record = RaceRecord.read(self._study.directory)
             self._messages += [] if record.trouble is None else [f"search: {record.trouble}"]
@@ -228,12 +226,15 @@ class Search:
         return self._pruned
 
     def _race(self, states: Mapping[str, MemberState], at_work: Collection[str]) -> None:
-        """Compare each running trial that has reached its next look with all others, and record pruned trials."""
+        """Compare each running trial that has reached its next look with all others.
+
+        Record the trials that are pruned.
+        """
         fresh = self._journals.watch(states, at_work)
         rules = self._settings.rules()
         try:
             curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
-        except UserError as error:  # curves cannot be compared, so nothing is pruned
+        except UserError as error:  # the curves cannot be compared, so nothing is pruned
             self._messages += [f"nothing is pruned: {error}"] if str(error) != self._trouble else []
             self._trouble = str(error)
             return
@@ -253,7 +254,7 @@ class Search:
                 self._stopped()[run] = why
 
     def _due(self, run: str, axis: str, levels: Sequence[float]) -> bool:
-        """Return whether a run has reached a look at which it was not judged yet, and mark it as judged."""
+        """Return whether a run has reached a level at which it was not judged yet, and mark it as judged there."""
         reached = self._journals.compute(run, axis)
         passed = [level for level in levels if reached >= level]
         if not passed or self._looked.get(run, 0.0) >= passed[-1]:

@@ -2,7 +2,7 @@
 
 A look compares the recipes at one amount of compute (`sweeps.decide.race`). Its decisions depend only on the
 evaluations up to that compute, not on the process or the time. Each look is written to `race.jsonl` before anything is
-stopped because of it, and a later process continues from there.
+stopped because of it. A later process continues from there.
 
     race.jsonl   {"kind": "members", "runs": [...]}: the racing members in order, for a process that continues the race;
                  {"kind": "race", "rules", "axis", "metric", ...}; and one {"kind": "look", ...} per look. Earlier
@@ -32,11 +32,11 @@ from sweeps.search.race_log import RACE_FILE, RaceRecord
 from sweeps.search.settings import RaceSettings
 from sweeps.terminal import counted
 
-# A run's compute per step is known after this fraction of its steps.
+# A run's compute per step is estimated after this fraction of its steps.
 _KNOWN_AFTER = 0.1
-# Seconds after which a race stops waiting for a member queued on a cluster, and gives its slot to others.
+# For a member queued on a cluster, a race waits this many seconds, and then gives its slot to others.
 _QUEUED_S = 120.0
-# Factor of tolerance on compute, because rounding may make the sum of steps' compute slightly too small.
+# Tolerance on compute, as a factor, because rounding may make the sum over steps slightly too small.
 _TOLERANCE = 1 - 1e-9
 
 
@@ -61,7 +61,7 @@ class LiveRace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._settings, self._clock = study, settings, clock
-        # A new launch races its members. A process that continues a study races the members of the newest race.
+        # A new launch races all its members. A process that continues a study races the members of its newest race.
         newest = RaceRecord.read(study.directory).members
         here = [spec.run for spec in study.specs]
         self._members = [run for run in newest if run in here] if study.was_read and newest is not None else here
@@ -78,11 +78,11 @@ class LiveRace:
         self._no_more_looks = False
         self._last_inputs: object = None
         self._has_run = False  # a member has run since this process started
-        self._last_result: list[str] = []  # lines last printed about the end
+        self._last_result: list[str] = []  # lines on the result that were printed last
         self._wish = Wish()
 
     def _check_rules(self) -> None:
-        """Check that a race that has begun in the folder has the same rules."""
+        """Raise UserError if a race that has begun in this folder has other rules."""
         begun = self._record.rules
         if begun is None:
             return
@@ -97,15 +97,18 @@ class LiveRace:
     # --- members to run ------------------------------------------------------------------------------------------
 
     def wish(self, states: Mapping[str, MemberState], at_work: Collection[str], queued: Collection[str]) -> Wish:
-        """Run the members with the least compute first; pause members that wait for others. See `Decider.wish`."""
+        """Run the members with the least compute first, and pause members that are ahead of others.
+
+        See `Decider.wish`.
+        """
         all_states = states
         now, states = self._clock(), self._racing_states(states)
         if not self._recorded_members:
             self._write({"kind": "members", "runs": self._members})
             self._recorded_members = True
         self._queued_since = {run: self._queued_since.get(run, now) for run in states if run in queued}
-        # Members whose jobs will begin soon, for which others wait. A member that an earlier process left unfinished
-        # has no job yet, so it is not among them.
+        # Members whose jobs will begin soon: the others wait for them. A member that an earlier process left unfinished
+        # has no job yet, so it is not among these.
         due = {run for run, since in self._queued_since.items() if now - since < _QUEUED_S}
         ended = {run for run, state in states.items() if state.state in ("finished", "failed")}
         has_new = self._journals.watch(states, at_work)
@@ -127,7 +130,7 @@ class LiveRace:
         return self._wish
 
     def _racing_states(self, states: Mapping[str, MemberState]) -> dict[str, MemberState]:
-        """Select the states of racing members: other members may share the folder."""
+        """Select the states of racing members, because other members may share the folder."""
         return {run: states[run] for run in self._members if run in states}
 
     def _sort_members(
@@ -136,7 +139,7 @@ class LiveRace:
         ended: Collection[str],
         placed: Collection[str],
     ) -> tuple[list[str], dict[str, str], dict[str, str]]:
-        """Return the members to run, most urgent first, and those to pause and those to stop, both with their reasons.
+        """Return the members to run, the most urgent first, and the members to pause and to stop with their reasons.
 
         Args:
             states: states of the members that race.
@@ -144,7 +147,7 @@ class LiveRace:
             placed: members that run or will run soon.
         """
         order = {run: at for at, run in enumerate(states)}
-        # Run failed members too, in case a new launch retries them, but the others do not wait for them.
+        # Failed members are run too, in case a new launch retries them, but the others do not wait for them.
         open_runs = [run for run in states if states[run].state != "finished"]
         open_runs.sort(key=lambda run: (self._reached.get(run, 0.0), order[run]))
         if not self._live:
@@ -174,7 +177,7 @@ class LiveRace:
         return [run for run in open_runs if run not in to_end and run not in to_pause], to_pause, to_end
 
     def _common_limit(self, racing: Sequence[str]) -> float | None:
-        """Return the compute that all members must reach before any member continues beyond it.
+        """Return the compute that all members must reach before any of them continues beyond it.
 
         None while the budget is unknown.
         """
@@ -186,7 +189,7 @@ class LiveRace:
         return limit
 
     def _is_behind(self, run: str, limit: float | None) -> bool:
-        """Return whether a run has not reached the limit; without a limit, whether its compute per step is unknown."""
+        """Return whether a run is below the limit or, without a limit, whether its compute per step is unknown."""
         if limit is None:
             return self._cost(run) is None
         return self._reached.get(run, 0.0) < limit * _TOLERANCE
@@ -194,14 +197,14 @@ class LiveRace:
     # --- curves and costs ----------------------------------------------------------------------------------------
 
     def _curves(self) -> list[Curve]:
-        """Make the curves so far, in the study's order, because floating-point sums depend on the order."""
+        """Make the curves so far, in the study's order, on which floating-point sums depend."""
         return self._journals.curves(self._members, self._record.metric, self._record.axis)
 
     def _cost(self, run: str) -> float | None:
-        """Estimate a run's compute at its last step from an evaluation after a tenth of its steps; None before that.
+        """Estimate a run's total compute from an evaluation after a tenth of its steps; None before that.
 
-        The estimate extrapolates from the first evaluation after the start, not from 0, because the first steps cost
-        more: a pipeline has to be filled.
+        The estimate extrapolates from the first evaluation after the start instead of from 0, because the first steps
+        cost more: a pipeline has to be filled.
         """
         axis, steps = self._record.axis, self._specs[run].steps
         evaluations = [record for record in self._journals.evaluations(run) if record.step > 0]
@@ -211,16 +214,16 @@ class LiveRace:
         for record in evaluations[1:]:
             if record.step >= _KNOWN_AFTER * steps:
                 return spent + (record.metrics[axis] - spent) * (steps - first) / (record.step - first)
-        # A single evaluation suffices if at least half of the run's steps are before it.
+        # A single evaluation suffices if it is in the second half of the run.
         return spent * steps / first if first >= steps / 2 else None
 
     # --- looks ---------------------------------------------------------------------------------------------------
 
     def _look(self, states: Mapping[str, MemberState], ended: Collection[str]) -> list[str]:
-        """Take the looks that are due; return lines to print."""
+        """Take the looks that are due. Return lines to print."""
         try:
             curves = self._curves()
-        # an evaluation lacks the metric or the axis: no look is taken, but the study continues
+        # An evaluation lacks the metric or the axis: no look is taken, but the study continues.
         except UserError as error:
             messages, self._last_error = (
                 [] if str(error) == self._last_error else [f"race: no look: {error}"],
@@ -249,7 +252,7 @@ class LiveRace:
         return [f"race: {line}" for line in messages]
 
     def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
-        """Set and record the race's budget and rules, once the budget is known; return lines to print."""
+        """Set and record the race's budget and rules, if the budget is known by now. Return lines to print."""
         budget, source = self._settings.budget, "given"
         if budget is None:
             known = {run: self._cost(run) for run in states}
@@ -275,12 +278,12 @@ class LiveRace:
         return [f"to {budget:.4g} {first.unit} per run ({source}); the first look is at {rules.first * budget:.4g}"]
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """Append a line to the race record, with its time in seconds by the ledger's clock."""
+        """Append a line to the race record, with the time of the ledger's clock in seconds."""
         line = {"time": self._study.ledger.now(), **line}
         append_lines(self._study.directory / RACE_FILE, [line], durable=True, checksum=True)
 
     def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
-        """Return lines on the result when no member races any more: ranking, winner, compute saved; else none."""
+        """Return lines on the result (ranking, winner, compute saved) when no member races any more, else none."""
         self._has_run = self._has_run or bool(at_work)
         racing = [run for run in self._members if run in states and run not in over and states[run].state != "finished"]
         given_up = self._has_run and all(states[run].state == "failed" for run in racing)
@@ -289,7 +292,7 @@ class LiveRace:
             return []
         try:
             curves = self._curves()
-        except UserError:  # `_look` has printed the error
+        except UserError:  # `_look` has printed the error.
             return []
         spared = self._spared(states)
         full = rules.budget * sum(run in states for run in self._members)
@@ -307,13 +310,13 @@ class LiveRace:
         return []
 
     def _spared(self, states: Mapping[str, MemberState]) -> float:
-        """Return the compute saved on members of stopped recipes; in a dry run, what would have been saved."""
+        """Return the compute saved on members of stopped recipes; in a dry run, what a live race would have saved."""
         record, spared = self._record, 0.0
         assert record.rules is not None
         for run in [run for run in self._members if run in states and states[run].recipe in record.stopped]:
             spent = record.stopped[states[run].recipe].compute
             if self._live:
-                # A run continues until it sees the request to stop. A later launch without a race may even finish it.
+                # A run continues until it reads the request to stop. A later launch without a race may even finish it.
                 spent = max(spent, self._reached.get(run, 0.0))
                 spent = record.rules.budget if states[run].state == "finished" else spent
             spared += max(0.0, record.rules.budget - spent)
@@ -321,5 +324,5 @@ class LiveRace:
 
 
 def _first_reason(before: str | None, why: str) -> str:
-    """Return the earlier reason, if any: with a new reason, the controller would ask the member to stop again."""
+    """Return the earlier reason, if any. With a new reason, the controller would ask the member to stop again."""
     return before or why

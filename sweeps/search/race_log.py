@@ -26,9 +26,9 @@ class RaceRecord:
         rules, axis, metric: rules of the race, compute axis and reward; None before the race has begun.
         looks: the looks taken, in order.
         mode: `live` or `dry_run`, at the last look.
-        pruned: reason for pruning of each pruned trial of a search, by run.
+        pruned: why each pruned trial of a search was pruned, by run.
         members: identities of the racing members, in order; None if an earlier version began the race.
-        damaged: numbers, from 1, of the lines that are torn or damaged.
+        damaged: numbers, from 1, of lines that are incomplete or damaged.
     """
 
     rules: Rules | None = None
@@ -46,8 +46,8 @@ class RaceRecord:
 
         Args:
             study: folder of the study.
-            members: identities of members; races of other members that share the folder are left out. None for the
-                members of the newest race.
+            members: identities of members; races of other members in the same folder are left out. None for the members
+                of the newest race.
         """
         lines, damaged = numbered_lines(study / RACE_FILE)
         valid_lines = []
@@ -61,7 +61,7 @@ class RaceRecord:
         record, is_other_race = cls(damaged=tuple(sorted(damaged))), False
         for line in valid_lines:
             if line.runs is not None:
-                # Launches may share a folder: the lines up to the next line of members belong to this race.
+                # Launches may share a folder. The lines up to the next line of members belong to this race.
                 is_other_race = members is not None and not set(members) & set(line.runs)
                 record = record if is_other_race else replace(record, members=line.runs)
             elif not is_other_race:
@@ -80,12 +80,12 @@ class RaceRecord:
 
     @property
     def stopped(self) -> dict[str, Look]:
-        """Look at which each stopped recipe was stopped, by recipe."""
+        """The look that stopped each stopped recipe, by recipe."""
         return {name: look for look in self.looks for name in look.stopped}
 
     @property
     def sentence(self) -> str:
-        """One sentence on the race's budget, stopped recipes and looks, or the pruned trials, and on damaged lines."""
+        """One sentence on the race (budget, stopped recipes, looks) or the pruned trials, and on damaged lines."""
         return "; ".join(filter(None, [self._course, self.trouble]))
 
     @property
@@ -106,7 +106,7 @@ class RaceRecord:
 
 @dataclass(frozen=True)
 class _Line:
-    """A checked line of the record: its kind, its fields, and the values parsed from them.
+    """A checked line of the record: its kind, its fields, and values parsed from the fields.
 
     Attributes:
         runs: identities in a line of members; None for other lines.
@@ -142,7 +142,6 @@ class _Line:
         return cls(kind, entry)
 
     def added_to(self, record: RaceRecord) -> RaceRecord:
-        """Return the record with this line added."""
         entry = self.entry
         if self.rules is not None:
             return replace(record, rules=self.rules, axis=entry["axis"], metric=entry["metric"])

@@ -1,4 +1,4 @@
-"""Settings of races and searches. This module imports neither NumPy nor SciPy, so that it can be imported early."""
+"""Settings of races and searches. This module imports neither NumPy nor SciPy, so that importing it is fast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRUNERS = ("none", "race")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a search space: a key of the configuration, and either its values or its range.
+    """One axis of a search space: a configuration key with either its values or its range.
 
     Attributes:
         key: dotted key of the configuration.
@@ -49,11 +49,10 @@ class Axis:
 
     @property
     def first(self) -> str:
-        """First value of the axis, as an override of the command line."""
+        """First value of the axis, as a command-line override."""
         return f"{self.key}={self.choices[0] if self.choices else repr(self.low)}"
 
     def __str__(self) -> str:
-        """Return the axis as an override of the command line."""
         if self.choices:
             return f"{self.key}={','.join(self.choices)}"
         interval = f"interval({self.low!r},{self.high!r})"
@@ -69,10 +68,10 @@ class SearchSettings:
     Args:
         n_trials: number of trials, including those of earlier launches into the same folder.
         n_jobs: number of trials that run at the same time.
-        objective: value to maximize. `reward`: the lower bound (2.5%) of the reward at the budget. `asymptote`: the
-            lower bound of the asymptote, or of the reward if the asymptote is not identifiable.
+        objective: value to maximize: `reward`, the lower bound (2.5%) of the reward at the budget; or `asymptote`, the
+            lower bound of the asymptote or, if that is not identifiable, of the reward.
         budget: compute of one run at which rewards are compared; None for the compute of the run's last evaluation.
-        prune: `none`; or `race`, to stop a trial whose chance of ending ahead of the favourite is below `p_ahead`.
+        prune: `none`, or `race` to stop a trial whose probability of ending ahead of the favourite is below `p_ahead`.
         p_ahead, first: see `sweeps.decide.rules.Rules`.
         seed: random seed of the sampler.
 
@@ -112,9 +111,10 @@ class SearchSettings:
         return cls(**_check_keys(cls, "hydra.sweeper", given))
 
     def rules(self) -> Rules:
-        """Return the rules for pruning trials; without a budget, with a budget of 1."""
+        """Return the rules for pruning trials, with a budget of 1 if none is set."""
         budget = 1.0 if self.budget is None else float(self.budget)
-        # `loss` limits the cost of all stops of a race together. Trials are judged one at a time, so there is no limit.
+        # Trials are judged one at a time, so `loss`, which limits the cost of all stops of a race together, sets no
+        # limit.
         return Rules(budget, float(self.p_ahead), first=float(self.first), loss=NO_LIMIT)
 
 
@@ -127,8 +127,8 @@ class RaceSettings:
         budget: compute of one run at which the best recipe is wanted. None for the smallest compute of any member at
             the end of its steps, estimated when all members have completed a tenth of their steps.
         p_ahead, looks, first, growth, loss: see `sweeps.decide.rules.Rules`.
-        ahead: if not all members can run at once, the factor between successive compute levels at which members wait
-            for each other.
+        ahead: factor between successive levels of compute at which members wait for each other, if not all can run at
+            once.
 
     Raises:
         UserError: a setting is out of range.
@@ -151,7 +151,7 @@ class RaceSettings:
         if not 1 < self.ahead < float("inf"):
             raise UserError(f"race.ahead: {self.ahead!r} must be a factor above 1")
         with _named("race"):
-            # `Rules` checks the values. If the budget is unknown yet, check the others with a budget of 1.
+            # `Rules` checks the values. While the budget is unknown, the others are checked with a budget of 1.
             self.rules(self.budget if self.budget is not None else 1.0)
 
     @classmethod
@@ -171,7 +171,7 @@ class RaceSettings:
 
     @classmethod
     def recorded(cls, given: Any) -> RaceSettings:
-        """Make the settings with which a study was launched, like `of`, but ignore a key that this version removed.
+        """Make the settings with which a study was launched. Like `of`, but a key that this version removed is ignored.
 
         Raises:
             UserError: as for `of`.
@@ -196,7 +196,7 @@ def _check_choices(settings: Any, where: str, **valid: Sequence[str]) -> None:
 
 
 def _check_numbers(settings: Any, where: str, *names: str) -> None:
-    """Check that these settings are numbers; None is valid if it is the default."""
+    """Check that these settings are numbers. None is valid only as the default value."""
     for name in names:
         value = getattr(settings, name)
         absent = value is None and getattr(type(settings), name) is None
@@ -205,7 +205,6 @@ def _check_numbers(settings: Any, where: str, *names: str) -> None:
 
 
 def _check_keys(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that all keys are fields of the settings' class, and return the mapping as a dict."""
     known = [each.name for each in fields(settings)]
     if unknown := [str(key) for key in given if key not in known]:
         raise UserError(f"{where}.{unknown[0]}: no such setting; valid: {', '.join(known)}")
@@ -214,7 +213,7 @@ def _check_keys(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """In a `with` block, replace the names of options in error messages by the names of these settings."""
+    """In a `with` block, replace the names of command-line options in error messages by the names of these settings."""
     try:
         yield
     except UserError as error:

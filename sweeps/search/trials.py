@@ -24,13 +24,13 @@ TRIALS_FILE = "optuna.jsonl"
 _NAME = "search"
 _REMEDY = "restore the file, or move it away to propose the trials again; results of existing runs are reused"
 
-# Number of trials to test a sampler with: more than most samplers draw at random before they use results.
+# Number of trials with which a sampler is tested: more than most samplers draw at random before they use results.
 _TEST_TRIALS = 12
 
-# A lock on Optuna's journal is held for one write. If it is held for this many seconds, its owner is dead.
+# A lock on Optuna's journal is held for one write. If it is held for longer than this, its owner is dead.
 _LOCK_GRACE_S = 1.0
 
-# Samplers whose sequence depends only on the seed; the journal has the position in the sequence.
+# Samplers whose sequence depends only on the seed. The journal shows the position in the sequence.
 _SEQUENCE_SAMPLERS = (optuna.samplers.GridSampler, optuna.samplers.QMCSampler)
 
 Planner = Callable[[Sequence[Sequence[str]]], list[RunSpec]]
@@ -46,10 +46,10 @@ class Trials:
         base: command-line overrides that all trials share.
         planner: function that makes members' specifications from lists of overrides.
         sampler: function that makes Optuna's sampler from a seed.
-        open_axes: the axes whose values the configuration leaves open (`???`), so that `base` alone is not a member.
+        open_axes: axes whose values are missing (`???`) in the configuration, so that `base` alone is not a member.
 
     Attributes:
-        start: overrides of the member that trials are compared with: `base`, with the first values of `open_axes`.
+        start: overrides of the member with which trials are compared: `base` with the first values of `open_axes`.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Trials:
 
     @property
     def study(self) -> optuna.Study:
-        """Optuna's study in the journal, opened at first use; by then this process holds the study's lease."""
+        """Optuna's study in the journal, opened when first needed: this process then holds the study's lease."""
         if self._study is None:
-            # Optuna's messages on the test below would confuse users.
+            # Optuna's messages about the test below would confuse users.
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             self._test_sampler()
             optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -89,7 +89,7 @@ class Trials:
                 self._check_same(study)
             study.sampler = self._sampler(self._settings.seed)
             if not isinstance(study.sampler, _SEQUENCE_SAMPLERS):
-                # The sampler's state is not stored. Use another seed, so that a new process does not repeat the draws.
+                # The sampler's state is not stored: another seed keeps a new process from repeating the draws.
                 study.sampler = self._sampler(self._settings.seed + len(study.trials))
             study.stop = self._no_more  # type: ignore[method-assign]
             self._study = study
@@ -98,7 +98,7 @@ class Trials:
     def _test_sampler(self) -> None:
         """Test the sampler on the space in memory, before any run is started.
 
-        Many samplers report only while sampling that they do not fit the space, or that a package is missing.
+        Only while sampling do many samplers report that they do not fit the space, or that a package is missing.
 
         Raises:
             UserError: the sampler's message.
@@ -157,15 +157,15 @@ class Trials:
         return self.study.user_attrs.get("exhausted") == _sampler_id(self.study.sampler)
 
     def _no_more(self) -> None:
-        """Record that the sampler has no more proposals; replaces `optuna.Study.stop`."""
+        """Record that the sampler has no more proposals. Replaces `optuna.Study.stop`."""
         self.study.set_user_attr("exhausted", _sampler_id(self.study.sampler))
 
     def unfinished(self) -> list[FrozenTrial]:
-        """Return the trials without a result in Optuna's journal."""
+        """Return the trials that have no result in Optuna's journal yet."""
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def suggested(self, trial: Trial) -> list[str]:
-        """Return a trial's proposed values as overrides; repeated calls return the same values."""
+        """Return a trial's proposed values as overrides. Repeated calls return the same values."""
         overrides = []
         for axis in self._space:
             value: Any
@@ -174,7 +174,7 @@ class Trials:
             elif isinstance(axis.low, int) and isinstance(axis.high, int):
                 value = trial.suggest_int(axis.key, axis.low, axis.high, log=axis.log)
             else:
-                # Round to six digits, because the values are part of the recipe's label.
+                # The values are part of the recipe's label, so round them to six digits.
                 value = f"{trial.suggest_float(axis.key, axis.low, axis.high, log=axis.log):.6g}"
             overrides.append(f"{axis.key}={value}")
         return overrides
@@ -196,15 +196,15 @@ class Trials:
         return f"{text}; the best is trial {best.number} with {best.value:.3f} ({proposed})"
 
     def refusals(self) -> list[str]:
-        """Return the reasons for which trials were refused, in the order of the trials."""
+        """Return the reasons why trials were refused, in the order of the trials."""
         return [str(each.user_attrs["refused"]) for each in self.study.get_trials() if "refused" in each.user_attrs]
 
 
 class _Journal(BaseJournalBackend):
     """Backend for Optuna's journal that adds a checksum to each line, with the same lock as Optuna's backend.
 
-    Optuna's backend can read the file, for example in a dashboard. A damaged line is an error and is not skipped,
-    because operations build on earlier ones.
+    Optuna's backend can read the file too, for example in a dashboard. A damaged line is an error instead of being
+    skipped, because operations build on earlier ones.
 
     Args:
         path: path of the file.
@@ -236,7 +236,7 @@ class _Journal(BaseJournalBackend):
                     yield entry
 
     def append_logs(self, logs: Sequence[Mapping[str, Any]]) -> None:
-        """Append operations; they are on the disk when this returns."""
+        """Append operations. When this returns, they are on the disk."""
         self._lock.acquire()
         try:
             append_lines(self._path, logs, durable=True, checksum=True)
@@ -255,17 +255,17 @@ def _open_study(path: Path) -> optuna.Study:
         return optuna.create_study(storage=storage, study_name=_NAME, direction="maximize", load_if_exists=True)
     except (UserError, OSError):
         raise
-    except Exception as error:  # Optuna's errors, for inconsistent operations
+    except Exception as error:  # Optuna raises various errors for inconsistent operations
         raise UserError(f"{path}: no journal of a search ({message_of(error)}); {_REMEDY}") from error
 
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """In a `with` block, turn a sampler's exceptions, about the space or a missing package, into a UserError."""
+    """In a `with` block, turn a sampler's exceptions (about the space or a missing package) into a UserError."""
     try:
         yield
     except OSError:
-        raise  # raised by the journal
+        raise  # the journal raised it
     except Exception as error:
         raise UserError(
             f"hydra.sweeper.sampler: {message_of(error)}; give one that fits the space (values of a grid as on the "
@@ -279,7 +279,6 @@ def message_of(error: Exception) -> str:
 
 
 def _sampler_id(sampler: optuna.samplers.BaseSampler) -> str:
-    """Identify a sampler by its type, and by its grid if it has one."""
     return f"{type(sampler).__name__} {getattr(sampler, '_search_space', '')}"
 
 
@@ -290,7 +289,8 @@ def _shown(value: Any) -> str:
 def _break_stale_lock(path: Path) -> None:
     """Remove the lock (a link, `optuna.jsonl.lock`) of a killed process, for which Optuna would wait 30 s.
 
-    Other users of the trials, such as a dashboard, hold the lock for one write at a time, so wait for `_LOCK_GRACE_S`.
+    Other users of the trials, such as a dashboard, hold the lock for one write at a time, so a lock is removed only if
+    it is held for `_LOCK_GRACE_S`.
     """
     lock = path.with_name(path.name + ".lock")
 
@@ -311,7 +311,7 @@ def _break_stale_lock(path: Path) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut off a torn last line, which a power cut may leave, because Optuna would append to it."""
+    """Cut off an incomplete last line, which a power cut may leave, because Optuna would append to it."""
     whole = path.read_bytes() if path.exists() else b""
     if whole and not whole.endswith(b"\n"):
         os.truncate(path, whole.rfind(b"\n") + 1)

@@ -1,8 +1,9 @@
 """Comparison of runs that branch from each other, from the step at which they diverge.
 
-A branch's journal begins with the records of its parent run. These records are one observation, not one per branch, and
-contain no information about what the branch changes. So if a source has branches, every run counts from the step at
-which it diverges from the others: the last shared evaluation is the evaluation at compute 0 of every run.
+A branch is a run that starts from another run's checkpoint; its journal begins with the records of this parent run.
+These records are one observation, not one per branch, and contain no information about what the branch changes. So if a
+source has branches, every run counts from the step at which it diverges from the others: the last shared evaluation
+counts as the evaluation at compute 0 of every run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ START = "starts_at"
 
 @dataclass(frozen=True)
 class _BranchRun:
-    """A run, and for each of its ancestors the last step that both share; infinity for the run itself."""
+    """A run, with the last step that it shares with each of its ancestors. Its own entry is infinity."""
 
     view: JournalView
     shared_steps: Mapping[str, float]
@@ -38,7 +39,9 @@ class _BranchRun:
 
 
 def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalView], list[str]]:
-    """Cut runs to the part after they diverge. Returns the runs, unchanged if none is a branch, and notes for the user.
+    """Remove from runs the part before they diverge.
+
+    Return the runs, unchanged if none is a branch, and notes for the user.
 
     A branch that changes nothing has the same curve as its parent: of such runs only the longest is kept.
 
@@ -72,11 +75,10 @@ def views_from_divergence(views: Sequence[JournalView]) -> tuple[list[JournalVie
 
 
 def _shared_steps(view: JournalView) -> dict[str, float]:
-    """Return `_BranchRun.shared_steps` of a run, from its header."""
     branch = view.header.get("branch")
     ancestors: Mapping[str, Any] = (branch.get("ancestors") or {}) if isinstance(branch, Mapping) else {}
     name = str(view.header.get("run"))
-    # Runs of scripts all have the name "local", and are never branches: use the path.
+    # Runs of scripts all have the name "local", and are never branches: identify them by path.
     return {
         name if name != "local" else str(view.path): math.inf,
         **{run: float(step) for run, step in ancestors.items()},
@@ -84,7 +86,6 @@ def _shared_steps(view: JournalView) -> dict[str, float]:
 
 
 def _families(runs: Sequence[_BranchRun]) -> list[list[_BranchRun]]:
-    """Group runs that are related to each other, in the order of the runs."""
     families: list[list[_BranchRun]] = []
     for run in runs:
         related = [family for family in families if any(run.divergence(member) is not None for member in family)]
@@ -94,7 +95,7 @@ def _families(runs: Sequence[_BranchRun]) -> list[list[_BranchRun]]:
 
 
 def _drop_copies(family: Sequence[_BranchRun]) -> tuple[list[_BranchRun], list[JournalView]]:
-    """Keep the longest of runs with the same curve (branches that change nothing); returns kept and dropped runs."""
+    """Keep the longest of the runs that have the same curve. Return kept and dropped runs."""
     by_run = {str(run.view.header.get("run")): run for run in family}
     by_curve: dict[str, list[_BranchRun]] = {}
     for run in family:
@@ -108,7 +109,7 @@ def _drop_copies(family: Sequence[_BranchRun]) -> tuple[list[_BranchRun], list[J
 
 
 def _curve_owner(run: _BranchRun, by_run: Mapping[str, _BranchRun]) -> str:
-    """Return the name of the run whose curve this run has: a parent's for a branch without changes, else this run's."""
+    """Return the name of the run whose curve this run has: a parent's for a branch without changes, else its own."""
     header = run.view.header
     branch = header.get("branch")
     changes = header.get("departures") or header.get("settings")
@@ -119,15 +120,15 @@ def _curve_owner(run: _BranchRun, by_run: Mapping[str, _BranchRun]) -> str:
 
 
 def _start_steps(family: Sequence[_BranchRun]) -> list[tuple[_BranchRun, float]]:
-    """Return each run of a family with the step from which it counts: the first at which any two runs diverge."""
+    """Return each run of a family with the step from which it counts: the first at which any two runs of it diverge."""
     steps = [step for one, two in combinations(family, 2) if (step := one.divergence(two)) is not None]
-    # A branch without relatives counts from its own start.
+    # A branch without relatives counts from its start.
     first = min(steps, default=min(step for run in family for step in run.shared_steps.values()))
     return [(run, first) for run in family]
 
 
 def _cut_to_start(view: JournalView, step: float) -> JournalView:
-    """Cut a run to begin at its last evaluation up to `step`, from which compute is counted."""
+    """Cut a run so that it begins at its last evaluation up to `step`, from which compute is counted."""
     shared = [record for record in view.of_kind("eval") if record.step <= step]
     if not shared:
         raise UserError(
@@ -146,6 +147,6 @@ def _cut_to_start(view: JournalView, step: float) -> JournalView:
 
 
 def _subtract_origin(record: Record, origin: Mapping[str, float]) -> Record:
-    """Return a record with its compute counted from `origin`, which has the compute to subtract by metric name."""
+    """Return a record with its compute counted from `origin`, the compute at the start by metric name."""
     metrics = {name: value - origin.get(name, 0.0) for name, value in record.metrics.items()}
     return replace(record, metrics=metrics)

@@ -23,13 +23,13 @@ def is_numeric(cells: Series[Any]) -> bool:
 
 
 def numbers(cells: Series[Any]) -> Array:
-    """Convert a column to numbers: "21%" is 0.21; booleans and cells that are not finite numbers become NaN."""
+    """Convert a column to numbers: "21%" becomes 0.21; booleans and cells that are not finite numbers become NaN."""
     if is_numeric(cells):
         values = np.array(cells, dtype=float)
     else:
         listed = cells.tolist()
         try:
-            # float() would accept booleans: take the slow path, which does not.
+            # Take the slow path for booleans, which float() would accept.
             if not set(map(type, listed)) <= {str, int, float}:
                 raise ValueError("truth values are no numbers, though float() takes them for such")
             values = np.fromiter(map(float, listed), float, len(listed))
@@ -40,7 +40,7 @@ def numbers(cells: Series[Any]) -> Array:
 
 
 def number(cell: Any) -> float:
-    """Convert one cell to a number, see `numbers`."""
+    """Convert one cell to a number, by the rules of `numbers`."""
     if isinstance(cell, str):
         try:
             text = cell.rstrip()
@@ -54,8 +54,9 @@ def number(cell: Any) -> float:
 def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
     """Find out whether a column mixes percentages with numbers above 1.
 
-    Returns the row of the first cell with a percent sign, and of the first cell above 1 without one; None if the column
-    lacks either.
+    Returns:
+        The row of the first cell with a percent sign, and of the first cell above 1 without one; None if either is
+        missing.
     """
     if is_numeric(cells):
         return None
@@ -65,7 +66,7 @@ def mixed_percent(cells: Series[Any], values: Array) -> tuple[int, int] | None:
 
 
 def is_empty(cell: object) -> bool:
-    """Return whether a cell is None or blank text, so that nothing was logged."""
+    """Return whether a cell is None or blank text, as where nothing was logged."""
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 

@@ -23,19 +23,19 @@ from sweeps.terminal import counted
 ALL = "all"
 
 
-# Equal rewards show that two runs are one run if there are at least `_COMMON_POINTS` of them, with `_DISTINCT_REWARDS`
-# or more distinct values. Fewer can be equal by chance, as in runs that never pass.
+# Two runs count as one run if at least `_COMMON_POINTS` of their rewards are equal, with `_DISTINCT_REWARDS` or more
+# distinct values. Fewer can be equal by chance, as in runs that never pass.
 _COMMON_POINTS, _DISTINCT_REWARDS = 5, 3
 # At most this many copies are listed in a warning.
 _MAX_LISTED = 3
 
 
 def show_one_run(rewards: Collection[float]) -> bool:
-    """Return whether two runs that share these rewards must be one run: by chance this is very unlikely."""
+    """Return whether two runs that share these rewards are one run: they are very unlikely to agree by chance."""
     return len(rewards) >= _COMMON_POINTS and len(set(rewards)) >= _DISTINCT_REWARDS
 
 
-# State of a run of another trainer; "" if its source does not record one.
+# State of another trainer's run; "" if its source does not record one.
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 
 
@@ -45,10 +45,10 @@ class ForeignRun:
 
     Attributes:
         where, name: the source as given by the user, and the run's name in the source.
-        key: identity of the run that survives renaming; "" if the run is only identified by source and name.
+        key: identity of the run that renaming does not change; "" if only source and name identify the run.
         state: `RUNNING`, `FINISHED` or `FAILED`; "" if the source does not record it.
-        final: why the run finished before its budget and cannot be continued; None for any other run.
-        labels: requested labels by name; also `recipe` and, where known, `seed` and `baseline`.
+        final: why the run ended before its budget and cannot be continued; None for any other run.
+        labels: value by name of each requested label; also `recipe` and, where known, `seed` and `baseline`.
         axis, metric: columns of compute and reward.
         steps: step of each evaluation, (n,); None if the source has no steps.
         compute, reward: compute and reward of each evaluation, (n,).
@@ -70,7 +70,7 @@ class ForeignRun:
 
 
 def make_labels(factors: Mapping[str, str], **labels: str | None) -> dict[str, str]:
-    """Make the labels of a `ForeignRun` from the requested factors and the given labels that are not None."""
+    """Make the labels of a `ForeignRun`: `factors`, and those of the other labels that are not None."""
     return {**factors, **{name: value for name, value in labels.items() if value is not None}}
 
 
@@ -80,11 +80,11 @@ class LoadedStudy:
 
     Attributes:
         curves: one curve per recipe and factors.
-        runs: journals of our own runs.
+        runs: journals of this project's runs.
         warnings: content that was left out or looks wrong, with the reasons.
         mapping: one line per source: the reader, the use of each column with the rule that chose it, how many rows
             became points, and why other rows did not.
-        shown: lines of the mapping that the user must see, because the format is foreign or a column was chosen by
+        shown: lines of the mapping that the user must see, because a source is not a journal or a column was chosen by
             name.
         foreign: all runs of other trainers.
     """
@@ -98,11 +98,11 @@ class LoadedStudy:
 
     @property
     def all_warnings(self) -> list[str]:
-        """`warnings`, followed by the warnings of each curve, which are also among the warnings of its fit."""
+        """`warnings`, followed by those of each curve, which are also among the warnings of its fit."""
         return [*self.warnings, *(f"{curve.recipe}: {note}" for curve in self.curves for note in curve.notes)]
 
     def note(self, line: str, shown: bool) -> None:
-        """Add a line to the mapping, and if `shown` also to the lines that the user must see."""
+        """Add a line to the mapping and, if `shown`, to the lines that the user must see."""
         self.mapping.append(line)
         if shown:
             self.shown.append(line)
@@ -113,12 +113,12 @@ class Request:
     """Request to read curves from the sources, see `sweeps.source.load.load`.
 
     Attributes:
-        metric: reward of journals; None for the default.
-        x: compute; None for the default.
-        y: reward of tables and logs; None for the default.
-        by: column or label of the recipe; None for the default.
+        metric: metric that is the reward in journals; None for the default.
+        x: column or metric of compute; None for the default.
+        y: column or metric that is the reward in tables and logs; None for the default.
+        by: column or label that names the recipe; None for the default.
         factors: columns or labels by which points are also grouped.
-        seed_from: pattern with one group, for seeds that are part of run names in foreign sources; None without one.
+        seed_from: pattern with one group that finds the seed in names of other trainers' runs; None without one.
         bounds: lowest and highest possible value of the metric; None to infer them.
         lower_is_better: whether the metric is a loss or an error rate.
         factor_options: option of the command line that named a factor, for messages, by factor.
@@ -135,11 +135,11 @@ class Request:
     factor_options: Mapping[str, str] = field(default_factory=dict)
 
     def option_of(self, factor: str) -> str:
-        """Return the option of the command line that named this factor."""
+        """Return the command-line option that named this factor."""
         return self.factor_options.get(factor, "--group")
 
     def split_seed(self, name: str) -> tuple[str, str | None]:
-        """Split a run's name by `seed_from` into the recipe's label and the seed; without a match the seed is None."""
+        """Split a run's name by `seed_from` into the recipe's label and the seed, which is None without a match."""
         match = self.seed_from.search(name) if self.seed_from is not None else None
         if match is None or match[1] is None:
             return name, None
@@ -154,13 +154,13 @@ class CurvePoints:
     Attributes:
         recipe: label of the curve.
         name: the label without factors.
-        own_seeds: whether the source names seeds of the curve.
-        named_after_run: whether `name` is the name of a run, because the source names no recipe.
+        own_seeds: whether the source gives the seeds of the curve's runs.
+        named_after_run: whether `name` is a run's name, because the source names no recipe.
         plain_table: whether a table without seeds gave points; if it is the only run, its seed is `0`.
         ended: whether a run of the curve finished and cannot be continued.
         bounds: lowest and highest possible value of the metric; None if the source does not know them.
         origins: compute at which the points of each run begin (`Curve.origin`).
-        runs: runs of other trainers, by their label in `seed`. Tables may have several under one label.
+        runs: runs of other trainers, by their label in `seed`. Several runs of tables may have the same label.
         journal_seeds: seeds in the headers of journals, by label in `seed`.
     """
 
@@ -193,7 +193,7 @@ class CurvePoints:
         sd: Sequence[float | None] | None,
         at_peak: Sequence[float | None] | None = None,
     ) -> None:
-        """Add points; sd and at_peak (compute at the peak learning rate) where known."""
+        """Add points, with standard errors and compute at the peak learning rate where these are known."""
         self.compute.extend(compute)
         self.reward.extend(reward)
         self.seed.extend(seed)
@@ -201,14 +201,16 @@ class CurvePoints:
         self.at_peak.extend([None] * len(compute) if at_peak is None else at_peak)
 
     def named_seed(self, label: str) -> str | None:
-        """Return the seed that the source names for the run with this label; None if it names none."""
+        """Return the seed that the source gives for the run with this label; None if it gives none."""
         return self.runs[label][0].labels.get("seed")
 
     def drop_copies(self) -> list[tuple[ForeignRun, ForeignRun]]:
-        """Drop runs of other trainers that have exactly the points of an earlier run; return each with that run.
+        """Drop runs of other trainers that have exactly the points of an earlier run.
 
-        If the sources do not name the same seed for both runs, the equality of their rewards must also be too unlikely
-        by chance (`show_one_run`).
+        Return each with that earlier run.
+
+        If the sources do not give the same seed for both, their equality must also be too unlikely by chance
+        (`show_one_run`).
         """
         if len(self.runs) < 2:
             return []
@@ -238,7 +240,7 @@ class CurvePoints:
         return [(self.runs.pop(label)[0], self.runs[twin][0]) for label, twin in copies.items()]
 
     def note_shared_seeds(self) -> None:
-        """Warn of different runs for which the sources name the same seed."""
+        """Warn of different runs for which the sources give the same seed."""
         seeds = {**self.journal_seeds, **{label: self.named_seed(label) for label in self.runs}}
         counts = Counter(seeds.values())
         shared = {label: seed for label, seed in seeds.items() if seed is not None and counts[seed] > 1}
@@ -259,14 +261,14 @@ class Collected:
     Args:
         request: the user's request.
         study: receives warnings and the mapping.
-        run_names: names of the runs of files whose own names are not distinct, by resolved path.
+        run_names: distinct names for runs in files of the same name, by resolved path.
     """
 
     def __init__(self, request: Request, study: LoadedStudy, run_names: Mapping[Path, str] | None = None) -> None:
         self.request = request
         self.study = study
         self._run_names = run_names or {}
-        self.run_folders: dict[Path, Path] = {}  # by folder of a run: the trainer state that was read first
+        self.run_folders: dict[Path, Path] = {}  # for each folder of a run, the trainer state that was read first
         self._split_names: dict[str, bool] = {}  # names given to `split_seed`: whether the pattern matched
         self._points: dict[str, CurvePoints] = {}
         self._runs: dict[str, list[str]] = {}
@@ -277,14 +279,14 @@ class Collected:
         """Return the `CurvePoints` of a recipe with these factors, to which points can be added; created if needed.
 
         Args:
-            recipe, factors: recipe, and values of the factors.
+            recipe, factors: label of the recipe, and values of the factors.
             axis, metric: columns of compute and reward.
             where: the source, for errors.
             baseline: recipe that this recipe is compared with, whose curve has the same factors; None if the source
                 names none.
 
         Raises:
-            UserError: the curve already has points along another axis.
+            UserError: the curve already has points with another compute axis.
         """
         suffix = "".join(f" {name}={value}" for name, value in factors.items())
         label = recipe + suffix
@@ -304,7 +306,7 @@ class Collected:
         return points
 
     def add(self, points: CurvePoints, seed: str, run: ForeignRun, at_peak: Array | None = None) -> None:
-        """Add a run to the study and its points to a curve; seed: label of the run; at_peak: see `Curve`."""
+        """Add a run to the study and its points to a curve, under the label `seed`. For `at_peak` see `Curve`."""
         points.extend(
             run.compute.tolist(),
             run.reward.tolist(),
@@ -316,28 +318,28 @@ class Collected:
         self.study.foreign.append(run)
 
     def takes(self, logs: Sequence[Any]) -> bool:
-        """Return whether this collector keeps whole logs, so that no points are chosen (as in `sweeps.source.raw`)."""
+        """Return whether this collector keeps whole logs and needs no points, as the one in `sweeps.source.raw`."""
         return False
 
     def run_name(self, file: File) -> str:
-        """Return the name of a file's run, with folders if another source of the study has the same name."""
+        """Return the name of a file's run, with as many folders as it takes to be distinct in the study."""
         return self._run_names.get(file.path.resolve(), file.run_name)
 
     def split_seed(self, name: str) -> tuple[str, str | None]:
-        """Split a run's name as `Request.split_seed`, and note whether it had a seed."""
+        """Split a run's name as `Request.split_seed` does, and note whether a seed was found."""
         label, seed = self.request.split_seed(name)
         self._split_names[name] = seed is not None
         return label, seed
 
     def run_label(self, points: CurvePoints, seed: str | None) -> str:
-        """Return a seed label that is unique in the curve: the run's seed if known, else `run N` with its number."""
+        """Return a label for a run's points that is unique in the curve: its seed if known, else `run N`."""
         known = self._runs.setdefault(points.recipe, [])
         label = _unique_label(f"{UNNAMED}{len(known)}" if seed is None else seed, known)
         known.append(label)
         return label
 
     def curves(self) -> list[Curve]:
-        """Make the curves, sorted by label. First find seeds that only run names contain, and drop copies of runs.
+        """Make the curves, sorted by label. Find seeds in run names and drop copies of runs first.
 
         Raises:
             UserError: two curves have different axes.
@@ -377,13 +379,13 @@ class Collected:
                 bounds=points.bounds or self.request.bounds,
                 lower_is_better=self.request.lower_is_better,
             )
-            # Not `statistics.mean`, whose import takes time.
+            # `statistics.mean` would take time to import.
             origin = sum(points.origins) / max(1, len(points.origins))
             curves.append(replace(curve, ended=points.ended, origin=origin))
         return with_shared_scale(curves)
 
     def _drop_copies(self) -> None:
-        """Drop copies of runs, with a warning per source, and warn of different runs with the same seed."""
+        """Drop copies of runs, with one warning per source, and warn of different runs with the same seed."""
         copies: dict[str, dict[str, list[str]]] = {}  # by source and recipe
         for points in self._points.values():
             for copy, original in points.drop_copies():
@@ -400,7 +402,7 @@ class Collected:
             )
 
     def _note_bounds(self) -> None:
-        """Note the effect of `--lower-is-better`, and warn of metrics with bounds that override `--bounds`.
+        """Note the effect of `--lower-is-better`, and warn of pass rates, whose bounds override `--bounds`.
 
         Raises:
             UserError: `--lower-is-better` was given for a pass rate.
@@ -429,7 +431,7 @@ class Collected:
         ]
 
     def _note_single_runs(self) -> None:
-        """If every run has become a separate recipe, note how the user can name seeds."""
+        """If every run has become a separate recipe, add a note on how the user can mark runs as seeds."""
         all_points = self._points.values()
         recipes = {points.name for points in all_points}
         are_single = all(
@@ -444,7 +446,7 @@ class Collected:
             )
 
     def _merge_seeds_in_names(self) -> None:
-        """Merge runs whose names show that they are seeds of one recipe, if no field gives a seed; add a note.
+        """Merge runs whose names show that they are seeds of one recipe, if no field gives a seed. Add a note.
 
         The word `seed` in a name suffices. The letter `s` counts only if names differ in nothing but the number.
         """
@@ -494,21 +496,21 @@ class Collected:
 
 
 def _place(run: ForeignRun, other: ForeignRun) -> str:
-    """Return a run's name, with what distinguishes it from another run: its source, else its key, else its seed."""
+    """Return a run's name with what distinguishes it from another run: its source, its key or its seed."""
     seed = f"seed {run.labels['seed']}" if "seed" in run.labels else ""
     detail = run.where if run.where != other.where else run.key or seed
     return short(run.name, 60) + (f" ({detail})" if detail else "")
 
 
 def _at_peak(points: CurvePoints) -> list[float] | None:
-    """Return each point's compute at the peak learning rate; None if the rate of no run decays."""
+    """Return each point's compute at the peak learning rate; None if no run's learning rate decays."""
     if points.at_peak.count(None) == len(points.at_peak):
         return None
     return [spent if value is None else value for spent, value in zip(points.compute, points.at_peak, strict=True)]
 
 
 def _unique_label(label: str, known: Container[str]) -> str:
-    """Return the label if it is not known, else `label#N` with the smallest N from 2 that is not."""
+    """Return the label or, if it is known, `label#N` with the smallest N from 2 that is not known."""
     candidate, number = label, 2
     while candidate in known:
         candidate = f"{label}#{number}"

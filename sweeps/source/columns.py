@@ -1,4 +1,4 @@
-"""Find a table's columns by name in any case, and read them strictly; errors name the offending line."""
+"""Find a table's columns by name in any case, and read them strictly. Error messages name the line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sweeps.source.text import File, short
 from sweeps.source.vocabulary import STEP_NAMES, counters
 from sweeps.terminal import counted
 
-# Name of the column of row numbers that pandas writes.
+# Names of the column of row numbers that pandas writes.
 _INDEX = re.compile(r"|unnamed: \d+|index", re.IGNORECASE)
 
 
@@ -27,7 +27,7 @@ def is_index(name: str) -> bool:
 
 
 def column_named(file: File, table: Table, name: str, option: str, exact: bool = False) -> str | None:
-    """Find a column by name in any case; None without one. A name given by the user (`exact`) is first tried as is.
+    """Find a column by name in any case; None without one. With `exact`, its exact case is tried first.
 
     Raises:
         UserError: several columns match.
@@ -44,7 +44,7 @@ def column_named(file: File, table: Table, name: str, option: str, exact: bool =
 
 
 def counter_named(file: File, table: Table) -> str | None:
-    """Find the column of a compute counter, else a column of steps (an order, not compute), else None.
+    """Find the column of a compute counter, else a column of steps (which give an order, not compute), else None.
 
     Raises:
         UserError: there are several counters.
@@ -65,7 +65,8 @@ def whole_steps(table: Table) -> Array | None:
         return None
     try:
         steps = numbers(table.column(names[0]))
-    except UserError:  # commas of unclear meaning: steps are optional, so the table can be read without them
+    # It is unclear whether commas are decimal. Steps are optional, so the table can be read without them.
+    except UserError:
         return None
     is_whole = (np.abs(steps) <= MAX_INTEGER) & (steps == np.round(steps))
     return np.where(is_whole, steps, np.nan)
@@ -104,7 +105,7 @@ def check_columns(file: File, table: Table, names: Sequence[str]) -> None:
 
 
 def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Array, NDArray[np.bool_]]:
-    """Convert a column to numbers; returns them, and a mask of the blank cells, which are NaN.
+    """Convert a column to numbers. Return these, and a mask of the blank cells, which are NaN.
 
     Raises:
         UserError: a cell is neither blank nor a finite number, or only some cells have percent signs.
@@ -136,7 +137,7 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
 
 
 def not_negative(file: File, table: Table, name: str, values: Array) -> None:
-    """Refuse a column that has negative numbers."""
+    """Raise a UserError if a column has negative numbers."""
     below = np.flatnonzero(values < 0)
     if len(below):
         raise UserError(
@@ -146,7 +147,7 @@ def not_negative(file: File, table: Table, name: str, values: Array) -> None:
 
 
 def no_blank_labels(file: File, table: Table, name: str, labels: Sequence[str], skipped: NDArray[np.bool_]) -> None:
-    """Refuse blank recipes or seeds, which would become a recipe or a seed without a name.
+    """Refuse blank labels in a column of recipes or seeds, which would become a recipe or a seed without a name.
 
     Args:
         file, table: the table.
@@ -155,7 +156,7 @@ def no_blank_labels(file: File, table: Table, name: str, labels: Sequence[str], 
         skipped: mask of the rows that are not used.
 
     Raises:
-        UserError: a row that is used has no label.
+        UserError: a row that is used has a blank label.
     """
     blank = np.flatnonzero(~skipped & np.array([not label for label in labels], dtype=bool))
     if len(blank):

@@ -2,7 +2,7 @@
 
 transformers' Trainer prints `{'loss': 0.1, 'reward': 0.5, ...}` without a step, between updates of a progress bar. The
 step is then the count of this bar. ms-swift prints the step (`'global_step/max_steps': '5/400'`). Other programs print
-it too (`{"step": 5, ...}`), after a time or a logger's name.
+it in the object (`{"step": 5, ...}`), after a time or a logger's name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NAME = "console log with metrics as Python or JSON objects"
 TABLE_ENDINGS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx", ".xlsm")
 _OBJECT = re.compile(r"""\{\s*(?:'[^'\n]{1,200}'|"[^"\n]{1,200}")\s*:""")
 _OBJECT_BYTES = re.compile(_OBJECT.pattern.encode())
-_MOST_OTHERS = 20  # limit of objects in a line that are not rows: a printed configuration may nest thousands
+_MOST_OTHERS = 20  # limit of objects in one line that are not rows, because a printed configuration may nest thousands
 _BAR = re.compile(r"\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[")
 _STEP_OF_TOTAL = "global_step/max_steps"  # ms-swift: 5/400
-# Values of NumPy and torch, nan and inf: Python prints them, but `ast.literal_eval` cannot read them.
+# Values of NumPy and torch, and nan and inf, which Python prints but `ast.literal_eval` cannot read.
 _WRAPPED = re.compile(r"\b(?:(?:np|numpy)\.\w+|tensor)\(([^(),]*)(?:,[^()]*)?\)")
 _NOT_FINITE = re.compile(r"(?<=[\s:,\[(])-?(?:nan|inf)(?=\s*[,}\])])")
 # Keys that mark an object as a row of metrics rather than a printed configuration.
@@ -42,9 +42,10 @@ _ROW_KEYS = frozenset({"loss", "reward", "eval_loss", "eval_reward", _STEP_OF_TO
 def matches(file: File, into: Collected | None = None) -> bool:
     """Return whether a line of the file contains an object with metrics, unless the file has the ending of a table.
 
-    ms-swift's `logging.jsonl` also counts, because it has the rows of the console, without a column of steps.
+    ms-swift's `logging.jsonl` also counts: it has the rows of the console, without a column of steps that a table
+    needs.
     """
-    # ms-swift's file. Its steps are text such as "5/400", which no table reader understands.
+    # In ms-swift's file, steps are text such as "5/400", which no table reader understands.
     if file.start[:1] == b"{" and f'"{_STEP_OF_TOTAL}": "'.encode() in file.raw:
         return True
     if file.suffix in TABLE_ENDINGS or b"\0" in file.raw[:1024] or _OBJECT_BYTES.search(file.raw) is None:
@@ -55,7 +56,7 @@ def matches(file: File, into: Collected | None = None) -> bool:
 
 
 def _is_json(file: File) -> bool:
-    """Return whether a file is one JSON document, or one document per line, as tables and trackers write."""
+    """Return whether a file is one JSON document, or one per line, as tables and trackers write."""
     if file.document is not None:
         return True
     try:
@@ -66,7 +67,7 @@ def _is_json(file: File) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the evaluations of the run, or its training rewards if it has no evaluations.
+    """Add the evaluations of the log's run or, without evaluations, its training rewards.
 
     Raises:
         UserError: no row has a reward.
@@ -89,19 +90,18 @@ _Entry = tuple[tuple[int, int] | None, dict[str, Any] | None]
 
 
 def _entries(file: File) -> Iterator[_Entry]:
-    """Yield the console's entries in order: (count, total) of a progress bar, or a row of metrics."""
+    """Yield the log's entries in order. Each is (count, total) of a progress bar, or a row of metrics."""
     if "console" not in file.kept:
-        # A job's output is not always UTF-8, because progress bars may be cut off inside a character.
+        # A progress bar may be cut off inside a character, so a job's output is not always UTF-8.
         text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
         file.kept["console"] = [entry for line in re.split(r"[\r\n]+", text) for entry in _line_entries(line)]
     yield from file.kept["console"]
 
 
 def _line_entries(line: str) -> Iterator[_Entry]:
-    """Yield the entries in a line of the console."""
     position = others = 0
     for match in _OBJECT.finditer(line):
-        if match.start() < position or others > _MOST_OTHERS:  # inside a row, or a printed configuration
+        if match.start() < position or others > _MOST_OTHERS:  # inside a row, or in a printed configuration
             continue
         end = _end(line, match.start())
         if (row := _row(line[match.start() : end])) is not None:
@@ -113,7 +113,6 @@ def _line_entries(line: str) -> Iterator[_Entry]:
 
 
 def _bars(text: str) -> Iterator[_Entry]:
-    """Yield the progress bars in a text."""
     for match in _BAR.finditer(text):
         yield (int(match[1]), int(match[2])), None
 
@@ -135,7 +134,6 @@ def _end(line: str, at: int) -> int:
 
 
 def _row(text: str) -> dict[str, Any] | None:
-    """Return the metrics in a printed object; None for an object without metrics."""
     try:
         value = parse_json_text(text)
     except ValueError:
@@ -152,12 +150,12 @@ def _row(text: str) -> dict[str, Any] | None:
 
 
 def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
-    """Find the step of each row; returns the steps, and a note on where they were found.
+    """Find the step of each row. Return the steps, and a note on where they were found.
 
-    A row may contain its step. Otherwise the step is the count of training's progress bar: the bar, known by its total,
-    that precedes most training rows. Evaluations have their own bars, and their rows belong to the last step of
-    training. Without any bar, or if the rows were buffered and printed after later bars, training rows are counted
-    instead.
+    A row may contain its step. Otherwise the step is the count of training's progress bar, which is recognized by its
+    total: that of the bar before most training rows. Evaluations have bars of their own, and their rows belong to the
+    last step of training. Training rows are counted instead if there is no bar, or if rows were buffered and printed
+    after later bars.
     """
     total = _training_total(entries)
     own_steps: list[float | None] = []
@@ -176,7 +174,7 @@ def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
         own_steps.append(_own_step(row))
         by_bar.append(bar_count)
         by_row.append(float(training_rows))
-    # If output is buffered, several training rows follow the same count of the progress bar.
+    # With buffered output, several training rows follow the same count of the progress bar.
     repeated = sum(one == other for one, other in pairwise(training_counts))
     if total is None:
         fallback, note = by_row, "numbers of the rows, because neither the rows nor a progress bar has a step"
@@ -190,7 +188,7 @@ def _steps(entries: list[_Entry]) -> tuple[list[float], str]:
 
 
 def _training_total(entries: list[_Entry]) -> int | None:
-    """Return the total of the progress bar of training: the bar that precedes most rows; None without a bar."""
+    """Return the total of training's progress bar, the one before most training rows; None without a bar."""
     rows_after: Counter[int] = Counter()
     last: tuple[int, int] | None = None
     for bar, row in entries:
@@ -205,7 +203,6 @@ def _is_evaluation(row: dict[str, Any]) -> bool:
 
 
 def _own_step(row: dict[str, Any]) -> float | None:
-    """Return the step that a row contains; None if it has none."""
     if isinstance(text := row.get(_STEP_OF_TOTAL), str):
         return finite(number(text.partition("/")[0]))
     return next((finite(number(row[name])) for name in STEP_NAMES if name in row), None)

@@ -1,6 +1,6 @@
 """Lightning's CSVLogger: `lightning_logs/version_0/metrics.csv`, next to `hparams.yaml`.
 
-Seed and recipe are taken from the hyper-parameters.
+The hyper-parameters give seed and recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file has the name that the logger writes, hyper-parameters next to it, and steps."""
+    """Return whether the file has the name that the logger writes, `hparams.yaml` next to it, and a column of steps."""
     if file.path.name != FILE or not (file.path.parent / PARAMETERS_FILE).is_file():
         return False
     table = read_table(file, into.request)

@@ -1,7 +1,7 @@
 """TensorBoard event files: one file, or a directory in which every folder with event files is a run.
 
-The package `tensorboard` reads them (an extra, imported only here). This package silently stops at the first truncated
-or damaged record, so the records are also counted here.
+The package `tensorboard` reads them (an optional dependency, imported only here). It silently stops at the first
+truncated or damaged record, so the records are also counted here, to warn of this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def event_files(directory: Path) -> list[Path]:
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file's name is one of TensorBoard's, because the content has no magic bytes."""
+    """Return whether the file's name is one of TensorBoard's. The content has no magic bytes."""
     return _MARK in file.path.name
 
 
@@ -59,14 +59,14 @@ def read_directory(directory: Path, files: list[Path], into: Collected) -> None:
 
 
 def _add(runs: dict[str, list[Path]], where: str, into: Collected, named: str) -> None:
-    """Add runs, given by their event files; named: where the runs' names come from."""
+    """Add runs, given by their event files. `named` says where the runs' names come from."""
     require("tensorboard", f"{where} (event files)")
     logs = []
     is_single = sum(map(len, runs.values())) == 1
     for name, paths in runs.items():
         scalars: dict[str, list[tuple[float, float, float]]] = {}
         warnings = []
-        for path in paths:  # in the order of writing, because the names contain the time
+        for path in paths:  # the names contain the time, so this is the order of writing
             try:
                 if warning := _load(path, scalars):
                     warnings.append(warning)
@@ -95,7 +95,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
                 number = _scalar(value, tensor_util.make_ndarray)
                 if number is not None:
                     scalars.setdefault(value.tag, []).append((event.step, event.wall_time, number))
-    except Exception as error:  # protobuf, struct and tensorboard raise various errors for damaged files
+    except Exception as error:  # protobuf, struct and tensorboard raise various errors for damaged files.
         raise UserError(f"{path}: not a readable event file ({short(str(error))}); give another file") from error
     if not loaded:
         raise UserError(f"{path}: not an event file; give the file that TensorBoard's writer made")
@@ -105,7 +105,7 @@ def _load(path: Path, scalars: dict[str, list[tuple[float, float, float]]]) -> s
 
 
 def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
-    """Return a summary's scalar, in TensorBoard's old or new form; None if it is not a scalar."""
+    """Return a summary's scalar, in TensorBoard's old or new form; None for other summaries."""
     if value.metadata.plugin_data.plugin_name not in ("scalars", ""):
         return None
     if value.HasField("simple_value"):
@@ -117,7 +117,7 @@ def _scalar(value: Any, as_array: Callable[[Any], Any]) -> float | None:
 
 
 def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnings: list[str]) -> Log:
-    """Make a run's log from its scalars, with the seconds since the first event as an additional metric."""
+    """Make a run's log from its scalars. The seconds since the first event are an additional metric."""
     events = np.unique(np.array([row[:2] for rows in scalars.values() for row in rows], dtype=float), axis=0)
 
     def series(tag: str) -> Series:
@@ -131,7 +131,10 @@ def _log(name: str, scalars: dict[str, list[tuple[float, float, float]]], warnin
 
 
 def _count_records(path: Path) -> tuple[int, bool]:
-    """Count complete records (8 bytes of length, checksum, data, checksum); also return whether the file ends there."""
+    """Count complete records (8 bytes of length, checksum, data, checksum).
+
+    Return also whether the file ends after the last.
+    """
     try:
         size = path.stat().st_size
         count = position = 0

@@ -17,7 +17,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Refuse the file; the error names the format to give instead.
+    """Refuse the file, and name the format to give instead.
 
     Raises:
         UserError: always.
@@ -26,7 +26,6 @@ def read(file: File, into: Collected) -> None:
 
 
 def _remedy(file: File) -> str | None:
-    """Return what to give instead of the file; None if its format is not known as unsupported."""
     head = file.raw[:4]
     if file.suffix in _SPREADSHEETS or head == _OLE:
         return "a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file"

@@ -1,4 +1,4 @@
-"""Read runs of other trainers as separate runs, for `scalerl adopt`."""
+"""Read each run of other trainers separately, for `scalerl adopt`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sweeps.source.vocabulary import STEP_NAMES
 from sweeps.terminal import counted
 
 SEED = "seed"
-# Units of compute, each with its axis in a journal, and a pattern of the names of its columns.
+# Units of compute. Each has the name of its axis in a journal, and a pattern for names of its columns.
 UNITS: Mapping[str, tuple[str, str]] = {
     "device_hours": (DEVICE_HOURS, r"(?:compute/)?(?:device|gpu)[ _-]hours"),
     "virtual_device_hours": (VIRTUAL_HOURS, r"compute/virtual_device_hours"),
@@ -40,7 +40,7 @@ _LOGS = (".csv", ".jsonl", ".ndjson", ".parquet", ".log", ".xlsx", ".gz", ".zst"
 
 @dataclass(frozen=True)
 class Points:
-    """Evaluations of one run, in order of its steps, which are whole numbers.
+    """Evaluations of one run, in order of steps, which are whole numbers.
 
     Attributes:
         steps, compute, reward: one entry per evaluation.
@@ -61,13 +61,13 @@ class Points:
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits of the SHA-256 of all points."""
+        """First 12 hexadecimal digits of a SHA-256 of all points."""
         text = json.dumps([self.steps, self.compute, self.reward, self.sd], separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def columns_of(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `--by`: `loss,seed` or `loss=config.loss_type`. Returns the source's column by name, in order.
+    """Parse `--by`: `loss,seed` or `loss=config.loss_type`. Return the source's column for each name, in order.
 
     Raises:
         UserError: a name is empty or occurs twice.
@@ -84,7 +84,7 @@ def columns_of(texts: Sequence[str]) -> dict[str, str]:
 
 
 def axis_of(column: str, unit: str | None) -> str:
-    """Return the journal's name for a compute column; unit: its unit, None for the unit that the name suggests."""
+    """Return the journal's name for a compute column. `unit` is its unit, None for the unit that the name suggests."""
     if unit is not None:
         return UNITS[unit][0]
     name = column.strip()
@@ -93,9 +93,9 @@ def axis_of(column: str, unit: str | None) -> str:
 
 
 def expand_source(source: str) -> list[str]:
-    """Expand a folder of logs to its files, if no reader reads the folder as a whole; return other sources unchanged.
+    """Return the files of a folder of logs that no reader reads as a whole; return any other source unchanged.
 
-    Of a run with several checkpoints only the newest trainer state is returned, because it contains the whole history.
+    If a run has several checkpoints, only the newest trainer state is returned, because it has the whole history.
     """
     place = Place(source)
     if place.kind is not Kind.FOLDER or place.run_folders or place.event_files or place.wandb_logs:
@@ -115,7 +115,9 @@ def read_runs(
     y: str | None = None,
     seed_from: str | None = None,
 ) -> tuple[list[ForeignRun], list[str]]:
-    """Read the runs of the sources separately. Returns the runs, and notes on how they were read or left out.
+    """Read the runs of the sources separately.
+
+    Return the runs, and notes on how they were read or why they were left out.
 
     Raises:
         UserError: a source cannot be read, or lacks a column named by `--by`.
@@ -156,10 +158,7 @@ def read_runs(
 
 
 def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
-    """Return a warning for each source with duplicated rows, which `points_of` drops.
-
-    The warning states how many rows are dropped and how many points remain.
-    """
+    """Return a warning for each source with duplicated rows, which `points_of` drops, with their number."""
     duplicated, remaining = Counter[str](), Counter[str]()
     for run in runs:
         points = len(_distinct_rows(run)[0])
@@ -174,7 +173,7 @@ def _duplicate_warnings(runs: Sequence[ForeignRun]) -> list[str]:
 
 
 def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: Sequence[str]) -> Iterator[ForeignRun]:
-    """Yield the runs of a study that have our journals as foreign runs, with the axis and metric of their curves."""
+    """Yield a study's runs with this project's journals as `ForeignRun`s, with the axis and metric of their curves."""
     if not study.runs:
         return
     axis, metric = study.curves[0].axis, study.curves[0].metric
@@ -206,7 +205,6 @@ def _own_as_foreign(study: LoadedStudy, columns: Sequence[str], other_columns: S
 
 
 def _configuration(view: JournalView) -> dict[str, Any]:
-    """Return the values of a run's configuration by dotted key; empty if it cannot be read."""
     try:
         return flatten_config(RunSpec.read(view.path.parent).config)
     except UserError:
@@ -214,7 +212,7 @@ def _configuration(view: JournalView) -> dict[str, Any]:
 
 
 def points_of(run: ForeignRun) -> Points:
-    """Return a run's points by whole steps; if the source has no steps, number the points in order of compute.
+    """Return a run's points by whole steps. If the source has no steps, the points are numbered in order of compute.
 
     Raises:
         UserError: compute decreases along the steps.
@@ -242,8 +240,8 @@ def points_of(run: ForeignRun) -> Points:
 def _distinct_rows(run: ForeignRun) -> tuple[NDArray[np.intp], Array | None]:
     """Return the indices of a run's rows in order, without rows that repeat a point, and their steps.
 
-    The order is by step. If the source has no steps, or has several points at one step, the order is by compute, and
-    the steps are None.
+    The order is by step. If the source has no steps, or several points at one step, the order is by compute, and the
+    steps are None.
     """
     known = [run.compute, run.reward] if run.steps is None else [run.steps, run.compute, run.reward]
     order = np.lexsort(known[::-1])

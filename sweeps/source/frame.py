@@ -1,6 +1,6 @@
-"""Read a table file as a pandas DataFrame, before its columns are assigned roles.
+"""Read a table file as a pandas DataFrame, before reward, compute and labels are chosen among its columns.
 
-pandas is imported when cells are first needed, so that it is not imported for our own journals.
+pandas is imported when cells are first needed, because this project's journals do not need it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Table:
         names: the header; a name may occur more than once.
         load: function that reads the cells, one column per name. A CSV column that is not purely finite numbers holds
             the text of its cells, "" if empty.
-        torn: error message for a last line that does not parse; that line is not among the rows.
+        torn: error message on an incomplete last line, which is not among the rows; None without one.
         place: function that describes where a row (counted from 0) is in the file.
         rows_narrower_than: function that returns the indices of the rows with fewer cells than a given number.
         notes: unusual ways of parsing (delimiter, decimal commas); complete only after the cells were loaded.
-        unclear: by index of a column, the error message that its commas may be decimal commas or may separate
-            thousands; complete only after the cells were loaded.
+        unclear: error messages, by index of a column, that its commas may be decimal or separate thousands; complete
+            only after the cells were loaded.
     """
 
     names: list[str]
@@ -67,7 +67,7 @@ class Table:
 
     @cached_property
     def frame(self) -> DataFrame:
-        """The cells; columns are numbered like the header."""
+        """The cells. Columns are numbered in the order of `names`."""
         return self.load()
 
     @property
@@ -79,7 +79,7 @@ class Table:
         """Return the cells of the first column with this name.
 
         Raises:
-            UserError: its commas may be decimal commas, or separate thousands.
+            UserError: its commas may be decimal or separate thousands.
         """
         cells = self.frame.iloc[:, self.names.index(name)]
         if (error := self.unclear.get(self.names.index(name))) is not None:
@@ -87,7 +87,7 @@ class Table:
         return cells
 
     def named(self, wanted: str) -> list[str]:
-        """Return the distinct column names that equal a name, ignoring case and outer blanks."""
+        """Return the distinct column names that equal `wanted`, ignoring case and outer blanks."""
         key = wanted.strip().casefold()
         return [name for name in dict.fromkeys(self.names) if name.strip().casefold() == key]
 
@@ -107,7 +107,7 @@ class Table:
 
 
 def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> Table:
-    """Make a table from mappings; its header is all keys in order of appearance, and None is an empty cell."""
+    """Make a table from mappings. Its header is all keys in order of appearance, and None becomes an empty cell."""
     names = list(dict.fromkeys(key for record in records for key in record))
 
     def load() -> DataFrame:
@@ -120,9 +120,9 @@ def table_of(records: Sequence[Mapping[str, Any]], torn: str | None = None) -> T
 
 
 def table_of_rows(file: File, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table from rows of text cells. Commas do not separate these cells, so decimal commas are read.
+    """Make a table from rows of text cells. As commas do not separate the cells, decimal commas are read.
 
-    Missing cells are "", and cells beyond the header are ignored.
+    Missing cells become "", and cells beyond the header are ignored.
     """
     width = len(names)
     notes: list[str] = []
@@ -162,7 +162,7 @@ def read_table(file: File, request: Request) -> Table | None:
 def with_order(table: Table, request: Request, labels: Sequence[str]) -> Table:
     """For `--x order`, add a column that numbers the rows from 1, separately for each combination of these labels.
 
-    Otherwise, or if the table has a column of that name, it is returned unchanged.
+    For another `--x`, or if the table has a column `order`, it is returned unchanged.
     """
     if request.x != ORDER or table.named(ORDER):
         return table
@@ -177,27 +177,26 @@ def with_order(table: Table, request: Request, labels: Sequence[str]) -> Table:
 
 
 def is_binary(file: File) -> bool:
-    """Return whether a file is Parquet or Excel, by its magic bytes or its ending."""
+    """Return whether a file is Parquet or Excel, by its first bytes or its ending."""
     return file.start.startswith(b"PAR1") or file.suffix in (".parquet", *_EXCEL)
 
 
 def _parse(file: File, request: Request) -> Table | None:
-    """Read a table by the format of its file."""
     if is_binary(file):
         return _excel(file) if file.suffix in _EXCEL else _parquet(file)
     if file.suffix in _JSON or file.start[:1] in (b"{", b"["):
         return _json(file)
-    # Keep labels as text: seed 01 is not seed 1.
+    # Labels stay text, because seed 01 is not seed 1.
     labels = {name.strip().casefold() for name in (request.by, *request.factors, *_LABELS) if name}
     return _csv(file, labels)
 
 
 def _csv(file: File, labels: Collection[str]) -> Table | None:
-    """Parse a CSV file; blank lines are skipped, delimiter and decimal commas detected."""
+    """Parse a CSV file. Blank lines are skipped; the delimiter and decimal commas are detected."""
     file.wanted = "a CSV file with a header line, or a log that one of the readers knows"
     text = _whole_lines(file)
     lines = [line[0][:100_000] for line in islice(re.finditer(r"\S[^\r\n]*", text), 2)]
-    # Excel may write the delimiter in a line of its own, `sep=;`.
+    # Excel may write the delimiter in a separate first line, `sep=;`.
     separator_line = re.fullmatch(r'"?sep=([,;|\t])"?\s*', lines[0]) if lines else None
     delimiter = separator_line[1] if separator_line else _delimiter(lines)
     notes = [] if delimiter == "," else [f"cells separated by {_DELIMITER_NAMES.get(delimiter, repr(delimiter))}"]
@@ -215,14 +214,14 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
     def load() -> DataFrame:
         try:
             frame = _cells(body, delimiter, len(names), as_text)
-        except ValueError as error:  # the parser's own error is a ValueError
+        except ValueError as error:  # the parser's error is a subclass of ValueError
             raise _no_csv(file, error) from error
         if delimiter != ",":
             _read_commas(file, names, frame, notes, unclear)
         return frame
 
     def records() -> Iterator[tuple[int, list[str]]]:
-        # Parse again instead of keeping a line number for every row: only error messages need it.
+        # Parsed again, because a line number kept for every row would serve only error messages.
         return islice(_records(file, io.StringIO(text, newline=""), delimiter), header_lines, None)
 
     def place(row: int) -> str:
@@ -235,7 +234,6 @@ def _csv(file: File, labels: Collection[str]) -> Table | None:
 
 
 def _no_csv(file: File, error: Exception) -> UserError:
-    """Return the error about a file that is not CSV."""
     return UserError(f"{file.path}: not a CSV file ({short(str(error).strip())}); check its quotes")
 
 
@@ -254,8 +252,8 @@ def _records(file: File, handle: io.StringIO, delimiter: str) -> Iterator[tuple[
 def _delimiter(lines: Sequence[str]) -> str:
     """Return the delimiter that splits the header into most names: comma, semicolon or tab, else a bar, else blanks.
 
-    Names that contain a quote do not count: a wrong delimiter splits quoted names. Blanks count only if they split the
-    line below into as many cells, because names may contain blanks.
+    Names that contain a quote do not count, because a wrong delimiter splits quoted names. Blanks count only if they
+    split the next line into as many cells, because names may contain blanks.
     """
 
     def names(delimiter: str) -> int:
@@ -270,9 +268,9 @@ def _delimiter(lines: Sequence[str]) -> str:
 
 
 def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> DataFrame:
-    """Parse the rows below a header: a column has finite numbers only, or holds the text of its cells.
+    """Parse the rows below a header. A column has finite numbers only, or the text of its cells.
 
-    Rows without a filled cell are dropped, cells beyond the header are ignored, and missing cells are "".
+    Rows without a filled cell are dropped, cells beyond the header are ignored, and missing cells become "".
 
     Args:
         body: the rows.
@@ -285,7 +283,7 @@ def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> Dat
     """
     import pandas
 
-    # With a numbered header of the right width, pandas ignores cells beyond the header.
+    # A numbered header of the right width makes pandas ignore cells beyond the header.
     numbered = delimiter.join(map(str, range(width))) + "\n" + body
 
     def parsed(columns: Sequence[int], text: Sequence[int]) -> DataFrame:
@@ -299,7 +297,7 @@ def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> Dat
         return frame.set_axis(list(columns), axis=1)
 
     frame = parsed(range(width), as_text)
-    # Keep booleans, columns with inf or nan, and integers beyond 64 bits as written.
+    # Booleans, columns with inf or nan, and integers beyond 64 bits are kept as they are written.
     odd_columns = [column for column in range(width) if _is_odd(frame[column])]
     if odd_columns:
         frame[odd_columns] = parsed(odd_columns, odd_columns)
@@ -309,16 +307,18 @@ def _cells(body: str, delimiter: str, width: int, as_text: Sequence[int]) -> Dat
 
 
 def _is_odd(cells: Series[Any]) -> bool:
-    """Return whether pandas converted a column to something else than text or finite numbers."""
+    """Return whether pandas converted a column to something other than text or finite numbers."""
     if is_numeric(cells):
         return not np.isfinite(cells).all()
     return len(cells) > 0 and not isinstance(cells.iloc[0], str)
 
 
 def _read_commas(file: File, names: Sequence[str], frame: DataFrame, notes: list[str], unclear: dict[int, str]) -> None:
-    """Replace decimal commas by points, in place, with a note; add an error per column whose commas are unclear.
+    """Replace decimal commas by points in place, with a note.
 
-    A column that also has decimal points is left alone: its commas may separate thousands.
+    Add an error message for each column whose commas are unclear.
+
+    A column that also has decimal points is left alone, because its commas may separate thousands.
     """
     changed_columns = []
     for column in range(frame.shape[1]):
@@ -341,7 +341,7 @@ def _read_commas(file: File, names: Sequence[str], frame: DataFrame, notes: list
 
 
 def _maybe_thousands(cells: Sequence[str]) -> str | None:
-    """Return the first cell with a comma if the column's commas may separate the thousands of whole numbers, else None.
+    """Return the first cell with a comma if the column's commas may separate thousands of whole numbers, else None.
 
     The commas are decimal if some cell begins with 0, has not exactly three digits after a comma, or has a whole number
     above 999 without a comma. A single cell with a comma is not enough evidence of thousands.
@@ -354,7 +354,7 @@ def _maybe_thousands(cells: Sequence[str]) -> str | None:
 
 
 def _whole_lines(file: File) -> str:
-    """Return a CSV file's text without lines that had NUL bytes, because a cell that was cut off looks complete."""
+    """Return a CSV file's text without lines that had NUL bytes, because a cell cut off there looks complete."""
     text = file.text
     if not file.nul_lines:
         return text
@@ -367,7 +367,6 @@ def _whole_lines(file: File) -> str:
 
 
 def _json(file: File) -> Table | None:
-    """Read a JSON list of objects, or else one JSON object per line."""
     file.wanted = "one JSON object per line"
     document = None if file.suffix in _JSON_LINES else file.document
     if document is None and file.start[:1] == b"[" and file.suffix not in _JSON_LINES:
@@ -394,21 +393,19 @@ def _json(file: File) -> Table | None:
 
 
 def _parquet(file: File) -> Table:
-    """Read the rows of a Parquet file."""
     require("pyarrow", f"{file.path} (Parquet)")
     import pyarrow.parquet  # slow to import, and only this format needs it
 
     try:
         table = pyarrow.parquet.read_table(io.BytesIO(file.raw))
-        # Take every column, including an index that pandas wrote; integers stay integers next to nulls.
+        # Keep every column, including an index that pandas wrote. Integers stay integers next to nulls.
         frame = table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
-    except Exception as error:  # the reader raises many types for damaged files
+    except Exception as error:  # the reader raises many types of errors for damaged files
         raise UserError(f"{file.path}: not a readable Parquet file ({short(str(error))})") from error
     return Table([str(name) for name in frame.columns], lambda: _fill_nulls(frame))
 
 
 def _excel(file: File) -> Table | None:
-    """Read the rows of an Excel file's first sheet; rows without a filled cell are skipped."""
     require("openpyxl", f"{file.path} (Excel)")
     import pandas
 
@@ -416,7 +413,7 @@ def _excel(file: File) -> Table | None:
         sheets = pandas.read_excel(
             io.BytesIO(file.raw), sheet_name=None, header=None, dtype=object, na_filter=False, engine="openpyxl"
         )
-    except Exception as error:  # the reader raises many types for damaged files
+    except Exception as error:  # the reader raises many types of errors for damaged files
         raise UserError(
             f"{file.path}: a spreadsheet, which is not read; save its sheet as CSV (UTF-8) and give that file "
             f"({short(str(error))})"
@@ -436,7 +433,6 @@ def _excel(file: File) -> Table | None:
 
 
 def _without_blank_rows(frame: DataFrame) -> DataFrame:
-    """Drop rows without a filled cell."""
     blank = frame
     for at in frame:  # column by column, because nearly all rows have a filled first cell
         blank = blank[blank[at].map(is_empty).to_numpy(bool)]
@@ -444,7 +440,7 @@ def _without_blank_rows(frame: DataFrame) -> DataFrame:
 
 
 def _fill_nulls(frame: DataFrame) -> DataFrame:
-    """Number the columns, and replace nulls, and NaN that pandas uses for nulls, by ""."""
+    """Number the columns, and replace nulls (NaN in pandas) by ""."""
     frame = frame.set_axis(range(frame.shape[1]), axis=1)
     for at, column in frame.items():
         if not is_numeric(column) or column.isna().any():

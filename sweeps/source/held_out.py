@@ -1,4 +1,4 @@
-"""Results per held-out prompt of a study's runs: pass@k at any k, and comparisons paired by prompt."""
+"""Results per held-out prompt of a study's runs, for pass@k at any k and for comparisons paired by prompt."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _AT_K = re.compile(r"eval/(.+)/(pass|maj)@([1-9]\d*)")
 
 
 def with_at_k(view: JournalView, metric: str) -> JournalView:
-    """Add pass@k or maj@k to the evaluations of a run's journal that lack it, computed from `passes.jsonl`.
+    """Return the run's journal, with pass@k or maj@k added to evaluations that lack it, computed from `passes.jsonl`.
 
-    So pass@k is also available for journals of earlier versions, and for any k. The pass rate is pass@1.
+    So pass@k is also available for journals of earlier versions, and for any k. pass@1 is the pass rate.
 
     Args:
         view: the run's journal.
@@ -43,11 +43,11 @@ def with_at_k(view: JournalView, metric: str) -> JournalView:
 
 
 def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
-    """Return the metric pass@k with the largest k that all runs of a study have; None if there is none above 1.
+    """Return the metric pass@k with the largest k that all runs of a study have; None if this k is 1.
 
     Args:
         runs: runs of the study.
-        metric: the reward of the study; only a pass rate has pass@k.
+        metric: reward of the study; only a pass rate has a pass@k.
     """
     match = PASS_RATE.fullmatch(metric)
     if match is None or not runs:
@@ -62,7 +62,7 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
             continue  # a run without an evaluation so far
         matches = [_AT_K.fullmatch(name) for name in records[-1].metrics]
         k_values = [int(item[3]) for item in matches if item and item[2] == "pass" and item[1] == match[1]]
-        if not k_values:  # a journal of an earlier version
+        if not k_values:  # the journal was written by an earlier version
             passes = read_passes(view.path.parent, match[1], [records[-1].step])
             k_values = [k for item in passes.values() for k in sizes(max(item.scored, default=0))]
         largest_k.append(max(k_values, default=1))
@@ -71,13 +71,14 @@ def metric_at_k(runs: Sequence[JournalView], metric: str) -> str | None:
 
 @dataclass(frozen=True)
 class PromptShares(AsJson):
-    """Fractions of an evaluation set's prompts that no completion, or every completion, passed, for one recipe.
+    """Fractions of an evaluation set's prompts that were never, or always, passed, for one recipe.
 
-    All values are means over the recipe's runs; those by evaluation are (n,).
+    All values are means over the recipe's runs.
 
     Attributes:
-        compute: compute at the evaluations.
-        never, always: fractions of prompts that no completion passed, and that every completion passed.
+        compute: compute of each evaluation, (n,).
+        never, always: at each evaluation, fraction of prompts that no completion passed, and that every completion
+            passed, (n,).
         gained: fraction of prompts without a pass in the first evaluation and with a pass in the last.
         lost: fraction of prompts with a pass in the first evaluation and without a pass in the last.
     """
@@ -91,19 +92,21 @@ class PromptShares(AsJson):
 
 
 def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[PromptShares]:
-    """Compute which fraction of held-out prompts never or always pass, by recipe; recipes without passes are left out.
+    """Return for each recipe the fractions of held-out prompts that are never or always passed.
+
+    Recipes without results per prompt are left out.
 
     Args:
         runs: runs of the study.
         axis: axis of compute, as in the curves.
-        metric: the reward of the study; only a pass rate has prompts.
+        metric: reward of the study; only a pass rate has prompts.
     """
     match = PASS_RATE.fullmatch(metric)
     by_recipe: dict[str, list[dict[int, tuple[float, Passes]]]] = {}
     for view in runs if match is not None else ():
         compute = {record.step: record.metrics.get(axis) for record in view.of_kind("eval")}
         passes_by_step = read_passes(view.path.parent, match[1] if match else "", list(compute))
-        # Keep only evaluations of the prompts of the newest one: different prompts cannot be compared one by one.
+        # Keep only evaluations on the same prompts as the newest one: other prompts cannot be compared one by one.
         prompts = passes_by_step[max(passes_by_step)].prompts if passes_by_step else ""
         run = {
             step: (spent, passes_by_step[step])
@@ -116,7 +119,7 @@ def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[P
 
 
 def _shares(recipe: str, runs: Sequence[Mapping[int, tuple[float, Passes]]]) -> PromptShares | None:
-    """Average the runs of a recipe at the steps that all have; None if there are none, or no prompt was graded."""
+    """Average the runs of a recipe at their common steps; None if there are none, or no prompt was graded."""
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     if not steps:
         return None
@@ -136,7 +139,7 @@ def _shares(recipe: str, runs: Sequence[Mapping[int, tuple[float, Passes]]]) -> 
 
 
 def passes_by(runs: Sequence[JournalView], axis: str, metric: str) -> Callable[[str, float], Mapping[str, Passes]]:
-    """Return a function of recipe and compute that returns each seed's newest passes at or before that compute.
+    """Return a function of recipe and compute. It returns each seed's newest results per prompt up to that compute.
 
     Args:
         runs: runs of the study.

@@ -1,4 +1,4 @@
-"""Read journals of our own runs into one curve per recipe and, on request, per evaluation set."""
+"""Read journals of this project's runs into one curve per recipe and, on request, per evaluation set."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import ORDER, order_warning
 from sweeps.terminal import counted
 
-# Axis that every journal has in addition to its axes of compute.
+# An axis of every journal, besides its axes of compute.
 STEP = "step"
 _LEARNING_RATE = "train/learning_rate"
-# Metrics between 0 and 1.
+# Metrics with values between 0 and 1.
 _IN_UNIT_INTERVAL = re.compile(r"eval/.+/(pass_rate.*|(pass|maj)@\d+)")
 
 
 def is_journal(path: Path) -> bool:
-    """Return whether a `metrics.jsonl` is one of our journals: rows of other frameworks have no `kind`."""
+    """Return whether a `metrics.jsonl` is this project's journal. Rows of other frameworks have no key `kind`."""
     try:
         with path.open("rb") as handle:
             first = parse_json(handle.readline(1 << 20))
     except (OSError, ValueError):
-        return True  # empty, torn or damaged: the journal's reader reports the problem
+        return True  # empty, incomplete or damaged: the journal's reader reports the problem
     return not isinstance(first, dict) or "kind" in first
 
 
 def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], JournalView] = read_journal) -> None:
-    """Add the evaluations of runs to the curves of their recipes; read: function that reads one journal.
+    """Add the evaluations of runs to the curves of their recipes. `read` is the function that reads one journal.
 
     Raises:
         UserError: an evaluation lacks the metric or the axis.
@@ -51,7 +51,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         try:
             study.runs.append(with_at_k(read(run_dir), request.metric or ""))
         except JournalError as error:
-            # A run that has not started, or a damaged file, must not hide the other runs of a sweep.
+            # A run that has not started, or a damaged file, must not hide the other runs of a study.
             if len(run_dirs) == 1:
                 raise
             study.warnings.append(str(error))
@@ -129,7 +129,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         if (differences := unlike_scripts(label, views)) is not None:
             points.warnings.append(differences)
         curves = {str(view.header.get("curve", "")) for view in views}
-        if len(curves) > 1:  # some runs name no curve in their header, so `tell_apart` cannot separate them
+        if len(curves) > 1:  # some headers have no key `curve`, so `tell_apart` cannot separate these runs
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )
@@ -146,7 +146,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
 
 
 def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str] = ()) -> list[Curve]:
-    """Make one curve per recipe and evaluation set from journals that were read; none with fewer than two sets.
+    """Make one curve per recipe and evaluation set from journals; none with fewer than two sets.
 
     Args:
         views: journals of the runs.
@@ -160,7 +160,7 @@ def curves_by_set(views: Sequence[JournalView], axis: str, factors: Sequence[str
 
 
 def curves_of(views: Sequence[JournalView], metric: str, axis: str, factors: Sequence[str] = ()) -> list[Curve]:
-    """Make curves of another metric from journals that were read before; arguments as for `curves_by_set`."""
+    """Make curves of another metric from journals. The other arguments are as for `curves_by_set`."""
     by_folder = {view.path.parent.resolve(): view for view in views}
     into = Collected(Request(metric=metric, x=axis, factors=tuple(factors)), LoadedStudy())
     read_runs(list(by_folder), into, by_folder.__getitem__)
@@ -168,7 +168,7 @@ def curves_of(views: Sequence[JournalView], metric: str, axis: str, factors: Seq
 
 
 def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:
-    """Convert compute spent to compute at the peak learning rate; None for each point if the rate does not decay."""
+    """Convert compute spent to compute at the peak learning rate; a list of None if the rate does not decay."""
     logged = [
         (float(record.step) if axis == STEP else value, rate)
         for record in view.of_kind("train")
@@ -183,7 +183,7 @@ def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float
 
 
 def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
-    """Return a run's recipe and the requested factors, from its header, else from its configuration."""
+    """Return a run's recipe and the requested factors, each from its header or else from its configuration."""
     recipe = str(view.header.get("recipe", view.path.parent.name))
     if not into.request.factors:
         return recipe, {}
@@ -201,21 +201,19 @@ def _labels(view: JournalView, into: Collected) -> tuple[str, dict[str, str]]:
 
 
 def _value_at(config: Any, name: str) -> Any:
-    """Return the value at a dotted key; None if there is none."""
     for part in name.split("."):
         config = config.get(part) if isinstance(config, Mapping) else None
     return config
 
 
 def _dotted_keys(config: Any, prefix: str = "") -> list[str]:
-    """Return the dotted keys of all values in a configuration."""
     if not isinstance(config, Mapping):
         return [prefix[:-1]] if prefix else []
     return [key for name, value in config.items() for key in _dotted_keys(value, f"{prefix}{name}.")]
 
 
 def _run_labels(views: Sequence[JournalView]) -> list[str]:
-    """Return a label per run: its seed, numbered if two different runs of a recipe have the same seed."""
+    """Return a label per run: its seed, with a number if another run of the recipe has the same seed."""
     known: dict[tuple[str, str], list[str]] = {}
     labels = []
     for view in views:
@@ -230,14 +228,14 @@ def _run_labels(views: Sequence[JournalView]) -> list[str]:
 
 
 def axes_of(views: Sequence[JournalView]) -> list[str]:
-    """Return the axes along which runs can be compared: steps, and the compute axes that all evaluations have."""
+    """Return the axes on which runs can be compared: steps, and the compute axes that all evaluations have."""
     records = [record for view in views for record in view.of_kind("eval")]
     shared = [axis for axis in UNITS if records and all(axis in record.metrics for record in records)]
     return [STEP, *(axis for axis in shared if axis != STEPS)]
 
 
 def compared_by(views: Sequence[JournalView]) -> tuple[str, str]:
-    """Return the default compute axis and reward of runs with evaluations.
+    """Return the default compute axis and the default reward of runs with evaluations.
 
     Raises:
         UserError: the runs have none in common.
@@ -246,8 +244,8 @@ def compared_by(views: Sequence[JournalView]) -> tuple[str, str]:
 
 
 def _default_axis(views: Sequence[JournalView]) -> str:
-    """Return the device's default compute axis, or FLOPs if some evaluation lacks the default."""
-    # A run of another trainer has one axis, named in its header.
+    """Return the default compute axis of the runs' device, or FLOPs if some evaluation lacks the default."""
+    # A run of another trainer has one axis, which its header names.
     named_axes = {str(view.header["axis"]) for view in views if view.header.get("axis")}
     measures = {str(view.header.get("compute_is")) for view in views if view.header.get("axis")}
     if len(named_axes) > 1 or len(measures) > 1:
@@ -270,7 +268,7 @@ def _default_axis(views: Sequence[JournalView]) -> str:
 
 
 def _sets(views: Sequence[JournalView]) -> dict[str, str]:
-    """Return the names of all pass rates in the runs, mapped to their evaluation sets."""
+    """Return the evaluation set of each pass rate in the runs, by the pass rate's name."""
     names = dict.fromkeys(name for view in views for record in view.of_kind("eval") for name in record.metrics)
     sets = {name: match[1] for name in names if (match := PASS_RATE.fullmatch(name))}
     if not sets:
@@ -279,7 +277,6 @@ def _sets(views: Sequence[JournalView]) -> dict[str, str]:
 
 
 def _default_metric(views: Sequence[JournalView]) -> str:
-    """Return the name of the pass rate on the first run's first evaluation set."""
     names = views[0].of_kind("eval")[0].metrics
     for name in names:
         if PASS_RATE.fullmatch(name):
@@ -288,7 +285,10 @@ def _default_metric(views: Sequence[JournalView]) -> str:
 
 
 def _metric(view: JournalView, record: Record, name: str, option: str, prefixes: tuple[str, ...]) -> float:
-    """Return a metric of a record; option, prefixes: for the error, the option and the prefixes of other choices."""
+    """Return a metric of a record.
+
+    `option` and `prefixes` are for the error message: the option, and the prefixes of metrics that could be chosen.
+    """
     value = finite(record.metrics.get(name))
     if value is None:
         candidates = [key for key in record.metrics if key.startswith(prefixes)]

@@ -33,9 +33,10 @@ from sweeps.source.table import NoTableError
 from sweeps.source.text import File, encodable
 from sweeps.terminal import counted
 
-# Readers of text files, which the error about an unreadable file lists.
+# Readers of text files, for the error message on a file that none of them can read.
 _TEXT_READERS = (trl, verl, console, wandb_export, wide, table)
-# A source other than our runs: a key that identifies it, to detect duplicates, and the function that adds its points.
+# A source that is not one of this project's runs: a key that identifies it, to detect duplicates, and the function that
+# adds its points.
 _Reading = tuple[str | Path, Callable[[Collected], None]]
 
 
@@ -52,7 +53,7 @@ def load(
     lower_is_better: bool = False,
     factor_options: Mapping[str, str] | None = None,
 ) -> LoadedStudy:
-    """Read runs, sweeps, tables, logs of other frameworks, W&B and MLflow into one curve per recipe, sorted by label.
+    """Read runs, studies, tables, logs of other frameworks, W&B and MLflow into one curve per recipe, sorted by label.
 
     The formats are described in the readers and in docs/reference/sources.md. Nothing is guessed silently: every chosen
     column is listed in the study's `mapping`, and an ambiguous column is an error.
@@ -60,20 +61,21 @@ def load(
     Args:
         sources: paths, `mlflow:URI#experiment` or `wandb:entity/project`; they may be mixed if they share the compute
             axis.
-        metric: reward of journals, `eval/<set>/pass_rate` (default: the first set). Without journals, it is also the
-            reward of tables and logs. `all` gives one curve per evaluation set, with the factor `set`.
+        metric: metric that is the reward in journals, `eval/<set>/pass_rate` (default: of the first set). Without
+            journals, it is also the reward of tables and logs. `all` gives one curve per evaluation set, with the
+            factor `set`.
         x: compute: a column of a table (default `compute`), or a metric of a journal or log.
         y: reward column of a table (default `reward`) or log.
         by: recipe column of a table or log (default `recipe`), or a tag or parameter in MLflow; without one, the name
             of the file or run is the recipe.
         factors: further grouping of the points: columns, fields of a journal's header, dotted keys of its
             configuration, tags or parameters. A curve's label is then `<recipe> <name>=<value>`.
-        seed_from: regular expression with one group, for seeds within run names of other trainers: its match is removed
-            from the recipe's name, and its group is the seed.
+        seed_from: regular expression with one group, for names of other trainers' runs that contain the seed: its group
+            is the seed, and its match is removed from the recipe's name.
         read: function that reads a journal; pass one with a cache to load the same sources repeatedly.
         bounds: lowest and highest possible value of the metric in the sources; None to infer them. Pass rates of
             journals keep the bounds 0 and 1.
-        lower_is_better: whether the metric is a loss or an error rate: rewards are then minus the metric.
+        lower_is_better: whether the metric is a loss or an error rate. If so, rewards are minus the metric.
         factor_options: option of the command line that named a factor, for messages, by factor; `--group` for others.
 
     Raises:
@@ -122,7 +124,7 @@ def load(
 
 
 def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
-    """Return the bounds of a reward as a pair, after checking them.
+    """Check the bounds of a reward and return them as a pair.
 
     Raises:
         UserError: the bounds are not two finite numbers in increasing order.
@@ -135,10 +137,10 @@ def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
 
 
 def _distinct_names(paths: Sequence[Path], request: Request) -> dict[Path, str]:
-    """Return names for files of the same name in different folders, by resolved path.
+    """Return distinct names for files of the same name in different folders, by resolved path.
 
-    A name has as many folders as it takes: `grpo/curve` and `dapo/curve`. Seeds in names are ignored in the search for
-    files that belong together, so that all seeds of a recipe get the same folders.
+    A name has as many folders as it takes: `grpo/curve` and `dapo/curve`. Seeds in names are ignored when files of the
+    same name are searched, so that all seeds of a recipe get the same folders.
     """
     groups: dict[str, dict[Path, Path]] = {}
     for path in paths:
@@ -147,7 +149,7 @@ def _distinct_names(paths: Sequence[Path], request: Request) -> dict[Path, str]:
             hidden = hidden_seed(file.run_name)
             rest = hidden[0] if hidden is not None else file.run_name
             key = rest if request.seed_from is None else request.split_seed(file.run_name)[0]
-            # The path as given, because links may lead to files with meaningless names.
+            # Use the path as given, because links may lead to files with meaningless names.
             groups.setdefault(key, {}).setdefault(path.resolve(), path.absolute())
     names: dict[Path, str] = {}
     for group in groups.values():
@@ -157,8 +159,8 @@ def _distinct_names(paths: Sequence[Path], request: Request) -> dict[Path, str]:
 
 
 def _shortest_names(paths: Sequence[Path]) -> list[str]:
-    """Return distinct names of files: the ends of their paths, all with the same number of folders."""
-    # Files in one folder differ in their endings only, as `grpo.csv` and `grpo.jsonl`.
+    """Return distinct names of files: the ends of their paths, with the same number of folders for all."""
+    # Files in one folder differ only in their endings, such as `grpo.csv` and `grpo.jsonl`.
     for ends in ([File(path).stem for path in paths], [path.name for path in paths]):
         parts = [[*path.parts[1:-1], end] for path, end in zip(paths, ends, strict=True)]
         for count in range(1, max(map(len, parts)) + 1):
@@ -169,7 +171,7 @@ def _shortest_names(paths: Sequence[Path]) -> list[str]:
 
 
 def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Reading]:
-    """Return functions that read everything in a place except our own runs; read: function that reads one file."""
+    """Return functions that read everything in a place except this project's runs. `read` reads one file."""
     if place.kind is Kind.EXPERIMENT:
         return [(place.text, partial(mlflow_runs.read_experiment, place.text))]
     if place.kind is Kind.PROJECT:
@@ -185,10 +187,10 @@ def readings_of(place: Place, read: Callable[[File, Any], None]) -> list[_Readin
 
 
 def _read_files(paths: Sequence[Path], read: Callable[[File, Any], None], into: Collected) -> None:
-    """Read the files of a directory one by one; unusable files are left out with a warning.
+    """Read the files of a directory one by one. Unusable files are left out with a warning.
 
     Raises:
-        UserError: no file is usable; this is the error of the first file.
+        UserError: no file is usable. It is the error of the first file.
     """
     errors: list[UserError] = []
     for path in paths:
@@ -202,7 +204,7 @@ def _read_files(paths: Sequence[Path], read: Callable[[File, Any], None], into: 
 
 
 def _read(file: File, into: Collected) -> None:
-    """Read a file by the first reader that matches it, and warn of dropped text."""
+    """Read a file by the first reader that matches it, and warn of damaged parts that were left out."""
     try:
         next(reader for reader in READERS if reader.matches(file, into)).read(file, into)
     except UserError as error:
@@ -218,7 +220,6 @@ def _read(file: File, into: Collected) -> None:
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
-    """Compile `--seed-from`, which must have one group."""
     if text is None:
         return None
     try:

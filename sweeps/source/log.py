@@ -1,7 +1,7 @@
-"""Read curves from a run's log by any tracker: metrics by step, most of them missing at most steps.
+"""Read curves from the log of a run by any tracker: metrics by step, most of them missing at most steps.
 
-Evaluations are rarer than training steps and often logged separately, so reward and compute are read as two series and
-joined by step. Two values at one step mean that the run was resumed, so the later value is used, as in a journal.
+Evaluations are rarer than training steps and often logged separately. So reward and compute are read as two series and
+joined by step. Two values at one step mean that the run was resumed: the later value is used, as in a journal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sweeps.source.vocabulary import (
 )
 from sweeps.terminal import counted
 
-# Default axes of logs of our runs, in order of preference.
+# Default axes of logs by this project's trainer, in order of preference.
 OUR_AXES = (VIRTUAL_HOURS, DEVICE_HOURS)
 
 
@@ -43,7 +43,7 @@ class Series:
     """One metric of one run.
 
     Attributes:
-        steps, values: values in order of logging, and their steps, (n,).
+        steps, values: the logged values in order, and the step of each, (n,).
         absent: number of rows without the metric.
         bad: number of rows in which the metric is not a finite number.
         first_bad: description of the first of these; "" if there is none.
@@ -56,7 +56,7 @@ class Series:
     first_bad: str = ""
 
     def latest(self) -> tuple[Array, Array, int]:
-        """Return sorted steps, the value that was last logged at each, and the number of superseded values."""
+        """Return the sorted distinct steps, the last value logged at each, and the number of values replaced."""
         steps, first = np.unique(self.steps[::-1], return_index=True)
         return steps, self.values[::-1][first], len(self.steps) - len(steps)
 
@@ -70,8 +70,8 @@ class Log:
         names: names of the metrics.
         rows: number of rows; 0 if the source has no rows.
         series: function that reads a metric.
-        labels: names of the run's labels (tags, configuration, constant columns). `recipe`, `seed` and `baseline` are
-            used by default.
+        labels: names of the run's labels (tags, configuration, constant columns). Those named `recipe`, `seed` and
+            `baseline` are used by default.
         label: function that returns a label's value; None if the run lacks the label.
         warnings: remarks on damage.
         key, state: see `ForeignRun`.
@@ -94,9 +94,9 @@ class Column:
 
     Attributes:
         rule: why it was chosen, for the mapping.
-        set: evaluation set of a reward, if there is one curve per set; else "".
+        set: evaluation set of a reward if there is one curve per set, else "".
         summed: whether compute is the running sum of the metric.
-        is_order: whether compute is the number of a value in the order of logging, and not a metric.
+        is_order: whether compute is not a metric, but the number of each value in the order of logging.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Column:
 
 
 def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
-    """Return a function that reads a metric from the rows of one run; steps: step of each row, (n,)."""
+    """Return a function that reads a metric from the rows of one run. `steps` has the step of each row, (n,)."""
 
     def series(name: str) -> Series:
         cells = table.column(name)
@@ -122,7 +122,7 @@ def series_of(table: Table, steps: Array) -> Callable[[str], Series]:
 
 
 def series_of_points(points: Sequence[tuple[float, float]], absent: int = 0) -> Series:
-    """Make a metric from (step, value) pairs in order of logging; values that are not finite are only counted."""
+    """Make a series from (step, value) pairs in order of logging. Values that are not finite are only counted."""
     steps, values = np.array(points, dtype=float).reshape(-1, 2).T
     is_finite = np.isfinite(values)
     first_bad = f"step {steps[~is_finite][0]:g}: {values[~is_finite][0]}" if not is_finite.all() else ""
@@ -130,14 +130,15 @@ def series_of_points(points: Sequence[tuple[float, float]], absent: int = 0) -> 
 
 
 def series_of_records(records: Sequence[tuple[float, dict[str, Any]]]) -> Callable[[str], Series]:
-    """Return a function that reads a metric from records that each have a step."""
+    """Return a function that reads a metric from (step, metrics) records."""
     return series_of(table_of([record for _, record in records]), np.array([step for step, _ in records], dtype=float))
 
 
 def logs_of_rows(table: Table, name: str, step: str, group_columns: Sequence[str]) -> tuple[list[Log], int, str | None]:
-    """Split a table of log rows into runs. Returns the logs, the number of rows without a step, and the run column.
+    """Split a table of log rows into runs, by run name, `recipe`, `seed` and the user's grouping columns.
 
-    Rows are grouped by the column that names runs, `recipe`, `seed` and the user's grouping columns.
+    Returns:
+        The logs, the number of rows without a step, and the column that names runs.
     """
     steps = numbers(table.column(step))
     stepless = int(np.isnan(steps).sum())
@@ -169,7 +170,7 @@ def add_logs(
     reward: Column | None = None,
     compute: Column | None = None,
 ) -> None:
-    """Choose reward and compute for the runs of one source, add their points, and note the choice.
+    """Choose the metrics of reward and compute for the runs of one source, add their points, and note the choice.
 
     Args:
         logs: the runs.
@@ -213,7 +214,10 @@ def add_logs(
 
 
 def _rewards(names: Sequence[str], vocabulary: Vocabulary | None, where: str, into: Collected) -> list[Column]:
-    """Choose the metric of the reward: the requested one, else a framework's; several for `--metric all`."""
+    """Choose the metric of the reward: the requested one, else that of a framework.
+
+    With `--metric all` there may be several.
+    """
     metric = into.request.y
     if metric is not None and metric != ALL:
         if metric not in names:
@@ -284,7 +288,6 @@ def _add_reward(
     notes: list[str],
     warnings: Sequence[str],
 ) -> None:
-    """Add the points of one reward for all runs, and note how they were read; see `add_logs`."""
     counts = {"points": 0, "absent": 0, "superseded": 0, "bad": 0, "start": 0, "between": 0, "rows": 0}
     failed = with_sd = run_count = decays = 0
     empty: list[str] = []  # runs without a value
@@ -391,12 +394,12 @@ def _add_reward(
 
 
 def number_values(series: Series) -> tuple[Array, Array, int]:
-    """Number a metric's values from 1 in order of logging; returns as `Series.latest`, with 0 superseded values."""
+    """Number a metric's values from 1 in order of logging. Return the same fields as `Series.latest`."""
     return np.array(range(1, len(series.values) + 1), dtype=float), series.values, 0
 
 
 def _check_steps(series: Series, name: str, steps: Array, where: str) -> None:
-    """Refuse a metric whose values were all logged at one step, of which only the last would remain.
+    """Refuse a metric whose values were all logged at one step: only the last value would remain.
 
     Raises:
         UserError: there are more than two values, and all are at one step.
@@ -410,12 +413,15 @@ def _check_steps(series: Series, name: str, steps: Array, where: str) -> None:
 
 
 def own_recipe(log: Log) -> str | None:
-    """Return the recipe from a run's labels; our trainer's own label takes precedence, because it includes changes."""
+    """Return the recipe from a run's labels.
+
+    The label of this project's trainer comes first, because it includes changed settings.
+    """
     return log.label(LABEL) or log.label("recipe")
 
 
 def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str]]:
-    """Return a run's recipe and factors, from the labels that the user groups by.
+    """Return a run's recipe and factors, from the labels by which the user groups.
 
     Raises:
         UserError: the run has no such label.
@@ -427,7 +433,7 @@ def recipe_of(log: Log, where: str, into: Collected) -> tuple[str, dict[str, str
             continue
         value = log.label(name)
         if value is None:
-            # Try the name that trackers give to a configuration's value, and the pairs in the run's name.
+            # Try the name that trackers give to a configuration's value, and `key=value` pairs in the run's name.
             value = log.label(name.removeprefix("config.")) or pairs_in(log.name).get(name)
         if value is None:
             raise UserError(
@@ -503,7 +509,7 @@ def _at_peak(log: Log, compute: Column, steps: Array, spent: Array, where: str) 
 
 
 def looks_per_step(values: Array) -> bool:
-    """Return whether values in order of steps look like amounts per step, because they are constant or fall often."""
+    """Return whether values in order of steps look like amounts per step: they are constant, or fall often."""
     rises = np.diff(values)
     falls = int((rises < 0).sum())
     # A running total that restarts whenever a run resumes falls only once per resume.
@@ -512,7 +518,7 @@ def looks_per_step(values: Array) -> bool:
 
 
 def _gap_warnings(steps: Array, name: str) -> list[str]:
-    """Return warnings about missing steps, which make a running sum too low."""
+    """Return warnings about missing steps, whose values a running sum lacks."""
     messages = []
     if steps[0] > 1:
         messages.append(f"the log starts at step {steps[0]:g}: earlier values of {name} are not in the running sum")
@@ -523,7 +529,7 @@ def _gap_warnings(steps: Array, name: str) -> list[str]:
 
 
 def _standard_error(log: Log, reward: str, steps: Array) -> Array | None:
-    """Return `<reward>_se` at the reward's steps; None if a step lacks it, or a value is negative."""
+    """Return the metric `<reward>_se` at the reward's steps; None if a step lacks it, or a value is negative."""
     name = f"{reward}_se"
     if name not in log.names:
         return None

@@ -1,9 +1,9 @@
-"""Read `mlflow:URI#experiment`: runs in an MLflow store, logged by our tracker or by others.
+"""Read `mlflow:URI#experiment`: runs in an MLflow store, logged by this project's tracker or by others.
 
-Runs by our tracker have the tags `kind=member`, recipe and seed. Their evaluations at compute C > 0 are stored as
-`eval/<set>/pass_rate` with `eval/<set>/log10_compute`, the evaluation at C = 0 as `eval/<set>/initial_pass_rate`. For
-other runs any metric can be chosen, and tags and parameters label them. The store is opened read-only: it is neither
-created nor migrated.
+Runs by this project's tracker have the tags `kind=member`, recipe and seed. The evaluation at compute 0 is stored as
+`eval/<set>/initial_pass_rate`, and the others as `eval/<set>/pass_rate` with `eval/<set>/log10_compute`. For other runs
+any metric can be chosen, and tags and parameters are labels. The store is only read: it is neither created nor
+migrated.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 NAME = "MLflow"
 PREFIX = "mlflow:"
 _STATES = {"RUNNING": RUNNING, "SCHEDULED": RUNNING, "FINISHED": FINISHED, "FAILED": FAILED, "KILLED": FAILED}
-_OURS = ("sweep", "member", "fit", "band")  # values of the tag `kind` that our tracker and publisher write
+_OURS = ("sweep", "member", "fit", "band")  # values of the tag `kind` that this project's tracker writes
 
 
 def matches_text(source: str) -> bool:
-    """Return whether a source is an MLflow experiment (`mlflow:...`) and not a path."""
+    """Return whether a source is an MLflow experiment (`mlflow:...`) instead of a path."""
     return source.startswith(PREFIX)
 
 
@@ -52,7 +52,7 @@ def parts_of(source: str) -> tuple[str, str]:
 
 
 def _may_be_store(address: str) -> bool:
-    """Return whether an address can be a store: a file or folder that exists, or an address that is not a path."""
+    """Return whether an address can be a store: an existing file or folder, or an address that is not a path."""
     scheme, mark, path = address.partition("://")
     if mark and scheme != "file" and not scheme.startswith("sqlite"):
         return True
@@ -88,7 +88,6 @@ def read_experiment(source: str, into: Collected) -> None:
 
 
 def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClient]:
-    """Return the runs of an experiment, the oldest first, and a client of the store."""
     from sweeps.tracking.common import all_runs, quiet_environment
 
     scheme, _, file = uri.partition(":///")
@@ -107,7 +106,7 @@ def _runs(uri: str, experiment: str, where: str) -> tuple[list[Run], MlflowClien
 
 
 def _check_database(path: Path) -> None:
-    """Check a database before MLflow opens it: MLflow would create a missing file, and tables in a foreign database.
+    """Check a database before MLflow opens it: MLflow would create a missing file, or tables in another database.
 
     Raises:
         UserError: the file is missing, is not an MLflow database, or would have to be migrated.
@@ -135,7 +134,7 @@ def _check_database(path: Path) -> None:
 
 
 def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[list[Log], int]:
-    """Return the logs of runs with measurements, and the number of other runs (sweeps, fits)."""
+    """Return the logs of runs with measurements, and the number of the other runs (studies, fits)."""
     members = [run for run in runs if run.data.tags.get("kind") == "member"]
     chosen = members or [run for run in runs if run.data.tags.get("kind") not in _OURS]
     logs = []
@@ -146,18 +145,17 @@ def _logs(runs: Sequence[Run], client: MlflowClient, x: str | None) -> tuple[lis
 
 
 def _axis(run: Run) -> str:
-    """Return the axis of compute that a member of our study recorded."""
+    """Return the compute axis that a member of one of our studies recorded."""
     return str(run.data.tags.get("compute.axis", "compute/flops"))
 
 
 def _study_axis(runs: Sequence[Run]) -> str | None:
-    """Return the axis of compute of our study's members; None if there are none, or if their axes differ."""
     axes = {_axis(run) for run in runs if run.data.tags.get("kind") == "member" and run.data.metrics}
     return axes.pop() if len(axes) == 1 else None
 
 
 def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
-    """Make a run's log; ours: whether to restore the metrics of our journal."""
+    """Make a run's log. `ours` is whether to restore the metric names and compute of this project's journals."""
     labels = {**run.data.params, **run.data.tags}
     fetch = _metric_fetcher(client, run.info.run_id)
     keys = sorted(run.data.metrics)
@@ -187,8 +185,6 @@ def _log(run: Run, client: MlflowClient, ours: bool) -> Log:
 
 
 def _metric_fetcher(client: MlflowClient, run_id: str) -> Callable[[str], Series]:
-    """Return a function that fetches a metric of a run from the store."""
-
     def series(key: str) -> Series:
         points = sorted(client.get_metric_history(run_id, key), key=lambda point: (point.timestamp, point.step))
         return series_of_points([(point.step, _stored(point.value)) for point in points])
@@ -197,12 +193,12 @@ def _metric_fetcher(client: MlflowClient, run_id: str) -> Callable[[str], Series
 
 
 def _stored(value: float) -> float:
-    """Return the value that was logged: a database cannot hold infinity, so MLflow writes the largest float instead."""
+    """Return the value that was logged. A database cannot hold infinity, for which MLflow writes the largest float."""
     return math.copysign(math.inf, value) if abs(value) >= sys.float_info.max else value
 
 
 def _journal_reader(fetch: Callable[[str], Series], keys: Sequence[str], axis: str) -> Callable[[str], Series]:
-    """Return a function that reads a metric as in a member's journal: with the evaluation at C = 0, and compute C.
+    """Return a function that reads a metric as in a member's journal, with compute and the evaluation at 0.
 
     Args:
         fetch: function that fetches a metric as it is stored.
@@ -225,7 +221,6 @@ def _journal_reader(fetch: Callable[[str], Series], keys: Sequence[str], axis: s
 
 
 def _concatenate(parts: Sequence[Series]) -> Series:
-    """Concatenate several series into one."""
     empty = np.empty(0)
     return Series(
         np.concatenate([empty, *(part.steps for part in parts)]),

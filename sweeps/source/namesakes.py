@@ -1,7 +1,7 @@
 """Relabel runs that have the same label but different curves, by the differences in their configurations.
 
-A label is made from a command line, so two grids with the same study name (the second with another learning rate) may
-produce the same label. The header's `curve` identifies a run's curve. Runs of scripts have no such identity, so their
+A label is made from a command line. So two grids with the same study name, the second with another learning rate, may
+produce the same label. The header's `curve` identifies a run's curve. Runs of scripts have no such identity: their
 resolved settings are compared, and a warning states the differences.
 """
 
@@ -18,16 +18,16 @@ from sweeps.run.spec import SPEC_FILE, flatten_config, learning_config
 from sweeps.source.collected import LoadedStudy
 from sweeps.source.text import short
 
-_MAX_KEYS = 3  # keys in a label
-# Values of the header's `curve` in runs of scripts that name no curve.
+_MAX_KEYS = 3  # largest number of keys in a label
+# Values of the header's `curve` in runs of scripts, which name no curve.
 _UNKNOWN = frozenset({"", "local", "None"})
-# Advice on runs of scripts that share a label.
+# Advice to users whose runs of scripts share a label.
 NAME_RUNS = "give each recipe its own label, RunLog(run_dir, {'recipe': NAME})"
 # Keys of `semantics.json` that may differ between runs of one recipe, or that follow from other keys.
 _RUN_KEYS = ("seed", "versions", "commit", "departs_from_recipe_on")
 _NO_KEY = object()
 
-# A recipe's label, and the (name, value) pairs of the factors that the curves are grouped by.
+# Label of a recipe, and the (name, value) pairs of the factors by which curves are grouped.
 _Label = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -36,9 +36,9 @@ class _Namesakes:
     """Different curves under one label.
 
     Attributes:
-        labels: new label of each curve, by its identity.
+        labels: new label of each curve, by the curve's identity.
         keys: keys of the configuration in which the curves differ.
-        values: values of the configuration of each curve, by its identity.
+        values: configuration of each curve by dotted key, by the curve's identity.
     """
 
     labels: dict[str, str]
@@ -47,7 +47,7 @@ class _Namesakes:
 
 
 def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: LoadedStudy) -> None:
-    """Relabel runs, in their headers, that share a label but belong to different curves; add a warning.
+    """Give new labels, in their headers, to runs that share a label but belong to different curves. Add a warning.
 
     Args:
         runs: runs with their factors, which already separate some curves.
@@ -83,7 +83,7 @@ def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: Loa
 def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
     """Return a warning if runs of scripts under one label differ in their resolved settings, else None.
 
-    Runs whose header names their curve, and runs without `semantics.json`, are left out.
+    Runs whose header names a curve, and runs without `semantics.json`, are left out.
     """
     all_settings = (_semantics(view.path.parent) for view in views if str(view.header.get("curve", "")) in _UNKNOWN)
     settings = [values for values in all_settings if values]
@@ -102,7 +102,7 @@ def unlike_scripts(label: str, views: Sequence[JournalView]) -> str | None:
 
 
 def _semantics(run_dir: Path) -> dict[str, Any]:
-    """Return a run's resolved choices and settings by dotted key, choices first; empty on errors."""
+    """Return a run's resolved choices, then its settings, by dotted key; empty if they cannot be read."""
     try:
         values = parse_json((run_dir / SEMANTICS_FILE).read_text())
         settings = {key: value for key, value in values.items() if key not in (*_RUN_KEYS, "choices")}
@@ -112,17 +112,16 @@ def _semantics(run_dir: Path) -> dict[str, Any]:
 
 
 def _label(view: JournalView, factors: Mapping[str, str]) -> _Label:
-    """Return the label of a run's curve before relabelling."""
     return str(view.header.get("recipe", view.path.parent.name)), tuple(factors.items())
 
 
 def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _Namesakes:
-    """Make new labels from the values that differ, or from the curve's identity if values are unknown or too long."""
+    """Make new labels from the values that differ. If values are unknown or too long, use the curve's identity."""
     values: dict[str, Mapping[str, Any]] = {curve: _values(views[0].path.parent) for curve, views in curves.items()}
     all_keys = dict.fromkeys(key for config in values.values() for key in config)
     keys = [key for key in all_keys if len({repr(config.get(key, _NO_KEY)) for config in values.values()}) > 1]
-    # A configuration that another version wrote may lack keys. Show such keys only if the keys that all configurations
-    # have do not separate the curves.
+    # A configuration that another version wrote may lack keys. Such keys are shown only if the keys that all
+    # configurations have do not separate the curves.
     shared = [key for key in keys if all(key in config for config in values.values())]
     keys = [*shared, *(key for key in keys if key not in shared)]
     for shown in (shared, keys):
@@ -143,11 +142,11 @@ def _make_labels(recipe: str, curves: Mapping[str, Sequence[JournalView]]) -> _N
 
 
 def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
-    """Return the new label of the baseline's curve that has this run's values; the old label if no curve has them."""
+    """Return the new label of the baseline's curve that has this run's values; the old label without such a curve."""
     run_values = _values(view.path.parent)
     if not run_values:
         return label
-    # Another version may have written the baseline's runs: if no curve has all values, compare keys that all have.
+    # Another version may have written the baseline's runs. If no curve has all values, compare only keys that all have.
     shared = [key for key in base.keys if all(key in values for values in (run_values, *base.values.values()))]
     for keys in (base.keys, shared):
         matching = [
@@ -161,7 +160,7 @@ def _baseline_label(view: JournalView, base: _Namesakes, label: str) -> str:
 
 
 def _values(run_dir: Path) -> dict[str, Any]:
-    """Return the values that affect learning in the configuration stored with a run, by dotted key; empty on errors."""
+    """Return the values of a run's stored configuration that affect learning, by dotted key; empty on errors."""
     try:
         return flatten_config(learning_config(parse_json((run_dir / SPEC_FILE).read_text())["config"]))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):

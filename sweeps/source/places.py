@@ -26,11 +26,12 @@ from sweeps.source import (
 )
 from sweeps.source.text import File, short
 
-_CONSOLES = (".log", ".out", ".txt")  # endings of console logs in a directory; a file named by the user may have any
+# Endings of console logs in a directory. A file named by the user may have any ending.
+_CONSOLES = (".log", ".out", ".txt")
 
 
 def is_console(file: File) -> bool:
-    """Return whether a file is a console log that a reader knows; False if it cannot be read."""
+    """Return whether a file is a console log that a reader knows. A file that cannot be read is not."""
     try:
         return verl.matches(file) or console.matches(file)
     except UserError:
@@ -49,7 +50,7 @@ class Kind(Enum):
 
 
 class Place:
-    """One source as given by the user, whose content is inspected at first use and cached.
+    """One source as given by the user. Its content is inspected when first needed, and cached.
 
     Args:
         source: a path, `mlflow:URI#experiment` or `wandb:entity/project`.
@@ -61,7 +62,7 @@ class Place:
 
     @cached_property
     def kind(self) -> Kind:
-        """Kind of the source; an impossible file name counts as missing."""
+        """Kind of the source. An impossible file name counts as missing."""
         if mlflow_runs.matches_text(self.text):
             return Kind.EXPERIMENT
         if wandb_project.matches_text(self.text):
@@ -71,7 +72,7 @@ class Place:
                 return Kind.FOLDER
             if not self.path.exists():
                 return Kind.MISSING
-        except (OSError, ValueError):  # a name too long, or with a NUL in it
+        except (OSError, ValueError):  # the name is too long, or contains a NUL
             return Kind.MISSING
         if self.path.name == JOURNAL_FILE and journals.is_journal(self.path):
             return Kind.JOURNAL
@@ -79,7 +80,7 @@ class Place:
 
     @property
     def folder(self) -> Path | None:
-        """Folder of a run or sweep, also if the source is its `metrics.jsonl`; None for any other source."""
+        """Folder of a run or study, also if the source is the `metrics.jsonl` in it; None for any other source."""
         if self.kind is Kind.FOLDER:
             return self.path
         named_journal = self.path.name == JOURNAL_FILE and self.kind not in (Kind.EXPERIMENT, Kind.PROJECT)
@@ -87,19 +88,19 @@ class Place:
 
     @cached_property
     def run_folders(self) -> list[Path]:
-        """Folders in a directory that contain a `metrics.jsonl`, of our runs or of other frameworks; sorted."""
+        """Folders in a directory that contain a `metrics.jsonl`, of our runs or of other frameworks, sorted."""
         return find_runs(self.path) if self.kind is Kind.FOLDER else []
 
     @cached_property
     def runs(self) -> list[Path]:
-        """Folders of our own runs."""
+        """Folders of this project's runs."""
         if self.kind is Kind.JOURNAL:
             return [self.path.parent]
         return [run for run in self.run_folders if journals.is_journal(run / JOURNAL_FILE)]
 
     @cached_property
     def files(self) -> list[Path]:
-        """Files for the readers: the source itself, or files in a directory that a reader knows."""
+        """Files for the readers: the source itself, or the files in a directory that a reader knows."""
         if self.kind is Kind.FILE:
             return [self.path]
         if self.kind is Kind.FOLDER and not self.run_folders:
@@ -110,7 +111,10 @@ class Place:
 
     @cached_property
     def collected(self) -> list[Path]:
-        """Files found in a directory: the last state of each TRL run, else console logs. Unusable ones are skipped."""
+        """Files found in a directory: the last state of each TRL run, else console logs.
+
+        Unusable files are left out.
+        """
         if self.kind is not Kind.FOLDER:
             return []
         return trl.last_states(self.path) or [
@@ -121,26 +125,26 @@ class Place:
 
     @cached_property
     def wandb_logs(self) -> list[Path]:
-        """Logs of W&B's own folders, in a directory without our runs."""
+        """Logs in W&B's local folders, in a directory without this project's runs."""
         return wandb_local.run_files(self.path) if self.kind is Kind.FOLDER and not self.run_folders else []
 
     @cached_property
     def event_files(self) -> list[Path]:
-        """TensorBoard's event files, in a directory without our runs."""
+        """TensorBoard's event files, in a directory without this project's runs and without logs of W&B."""
         if self.kind is not Kind.FOLDER or self.run_folders or self.wandb_logs:
             return []
         return event_files.event_files(self.path)
 
     @property
     def title(self) -> str:
-        """Name for the study: the name of the experiment, project, file or folder."""
+        """Name for the study: that of the experiment, project, file or folder."""
         if self.kind is Kind.PROJECT:
             return self.text.rpartition("/")[2]
         return mlflow_runs.parts_of(self.text)[1] if self.kind is Kind.EXPERIMENT else self.path.resolve().stem
 
     @property
     def is_known(self) -> bool:
-        """Return whether there is something to read: a file, or a directory with content that a reader knows."""
+        """True if there is something to read: a file, or a directory with content that a reader knows."""
         if self.kind is Kind.FOLDER:
             return bool(self.run_folders or self.event_files or self.wandb_logs or self.files)
         return self.kind is not Kind.MISSING

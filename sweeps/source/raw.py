@@ -1,4 +1,4 @@
-"""Read whole logs of a source, without choosing reward and compute, to follow a run of another trainer."""
+"""Read whole logs of a source, to follow a run of another trainer. Reward and compute are not chosen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TABLES = (wandb_export, wide, table)
 
 
 class _Logs(Collected):
-    """Collector that keeps the logs of a source as they are, and makes no curves of them."""
+    """Collector that keeps the logs of a source as they are, and makes no curves from them."""
 
     def __init__(self) -> None:
         super().__init__(Request(), LoadedStudy())
@@ -40,7 +40,7 @@ def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
     """Read the logs of any source that `scalerl fit` reads, with all their metrics by step.
 
     Args:
-        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; not one of our journals.
+        source: a file, a folder, `mlflow:URI#experiment` or `wandb:entity/project[/run]`; not this project's journal.
         step: step column of a table; None for the first name that a tracker or framework uses.
 
     Raises:
@@ -55,7 +55,7 @@ def read_logs(source: str | Path, step: str | None = None) -> list[Log]:
 
 
 def _read(step: str | None, file: File, into: _Logs) -> None:
-    """Read a file by the reader of its format, else as a table with a column of steps."""
+    """Read a file by the reader of its format, or else as a table with a column of steps."""
     formats = (reader for reader in READERS if reader not in _TABLES)
     reader = next((reader for reader in formats if reader.matches(file, into)), None)
     if reader is not None:
@@ -78,11 +78,11 @@ def log_of_table(rows: Table, name: str, where: str, step: str | None = None) ->
     return Log(name=name, names=rows.names, rows=rows.count, series=series_of(rows, numbers(rows.column(column))))
 
 
-# All names that a column of steps may have if the user names none.
+# All names that a column of steps may have if the user gives none.
 STEP_COLUMNS = frozenset([*STEP_NAMES, *(name for each in VOCABULARIES for name in each.step)])
 
 
 def no_steps(where: str, names: Sequence[str], step: str | None) -> UserError:
-    """Return the error about a log without a column of steps; step: the name that the user gave, if any."""
+    """Return the error about a log without a column of steps. `step` is the name that the user gave, if any."""
     column = "of steps" if step is None else short(step)
     return UserError(f"{where}: no column {column}; found {listed(names)}")

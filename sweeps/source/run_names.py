@@ -1,4 +1,4 @@
-"""Parse run names, which may contain a seed, and labels that a tracker writes into them."""
+"""Parse run names, which may contain a seed or labels that a tracker writes there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 
 # The word `seed` and a number, with its separators: `a-seed1`, `a/seed_1`, `seed=1, a`, `a (seed 1)`.
 _WORD = re.compile(r"(?:^|[\s_./:,;|-]+|(?=[(\[]))[(\[]?seed[\s_=:.-]*(\d+)[)\]]?(?![A-Za-z0-9])", flags=re.IGNORECASE)
-# `a-s1`, `a_s1`: may also mean a stage or a size. It is a seed only if other runs differ in this number alone.
+# `a-s1`, `a_s1`: the letter may also mean a stage or a size. It marks a seed only if other runs differ in this number
+# alone.
 _LETTER = re.compile(r"[-_]s(\d+)$")
 
 
@@ -24,17 +25,17 @@ def hidden_seed(name: str) -> tuple[str, str, bool] | None:
 
 
 def is_bare_seed(name: str) -> bool:
-    """Return whether a name is only a seed, so that the run needs its folder's name too."""
+    """Return whether a name is only a seed, so that naming the run takes its folder's name too."""
     parts = hidden_seed(name)
     return parts is not None and not parts[0]
 
 
 def pairs_in(name: str) -> dict[str, str]:
-    """Parse `key=value` pairs in a run's name, as Hydra and others name folders: `loss=grpo,seed=1`."""
+    """Parse `key=value` pairs in a run's name, such as `loss=grpo,seed=1` in Hydra's folders."""
     return dict(re.findall(r"([A-Za-z_][\w.]*)=([^\s,;:/+&=]+)", name))
 
 
 def labels_in(name: str) -> dict[str, str]:
-    """Parse the labels in a run's name, as in charts of grouped runs: `recipe: a, seed: 0`."""
+    """Parse `key: value` labels that make up a run's name, as in charts of grouped runs: `recipe: a, seed: 0`."""
     parts = [re.fullmatch(r"\s*([\w./-]+): (.+?)\s*", part) for part in name.split(",")]
     return {match[1]: match[2] for match in parts if match} if all(parts) else {}

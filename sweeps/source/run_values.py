@@ -1,6 +1,6 @@
-"""Read tables with one row per run and its final value, as loops of coding assistants write (`scalerl decide`).
+"""Read tables with one row per run and its final value, as written by coding assistants' loops (`scalerl decide`).
 
-The format follows karpathy/autoresearch: a TSV with commit, value and status. Several rows of a commit are repeated
+The format follows karpathy/autoresearch: a TSV with commit, value and status. Several rows of one commit are repeated
 runs.
 """
 
@@ -24,9 +24,9 @@ from sweeps.source.text import File, short
 RECIPES = ("commit", "recipe")
 VALUES = ("value", "reward", "score", "val_bpb")
 STATUS = "status"
-# Statuses of runs that ended without a value. autoresearch writes the value 0 for them, which would be the best loss.
+# Statuses of runs that ended without a value. autoresearch writes 0 as their value, which would be the best loss.
 FAILED = ("crash", "crashed", "fail", "failed", "error", "timeout", "oom", "killed")
-# Words in a column's name that mark its values as losses.
+# Words in a column's name which mark its values as losses.
 _LOSSES = frozenset(
     ("loss", "bpb", "bpc", "nll", "ppl", "perplexity", "error", "err", "wer", "cer", "mse", "rmse", "mae")
 )
@@ -34,7 +34,7 @@ _LOSSES = frozenset(
 
 @dataclass(frozen=True)
 class RunValues:
-    """Values of one recipe's finished runs, in the unit of the table, and the number of its failed runs."""
+    """Values of one recipe's finished runs, in the table's unit, and the number of its failed runs."""
 
     recipe: str
     values: tuple[float, ...]
@@ -43,10 +43,10 @@ class RunValues:
 
 @dataclass(frozen=True)
 class RunTable:
-    """All recipes' runs in a table.
+    """The runs of all recipes in a table.
 
     Attributes:
-        value: name of the value's column.
+        value: name of the column of values.
         recipes: the recipes in order of appearance.
         statuses: number of rows by status, in lower case; empty if the table has no column of statuses.
         notes: remarks on rows that could not be read as expected.
@@ -74,7 +74,7 @@ def read_run_values(
         y: column of the run's value; None for the first of `VALUES`.
         status: column of the run's status; None for `status`, which may be missing.
         failed: statuses of failed runs; runs without a finite value also count as failed.
-        lower_is_better: whether the value is a loss; only checked against the column's name.
+        lower_is_better: whether the value is a loss; used only to check the column's name.
 
     Raises:
         UserError: the file or a column cannot be read; or the value's column has the name of a loss and
@@ -94,8 +94,8 @@ def read_run_values(
     states = [word.casefold() for word in table.label(status_column)] if status_column else [""] * len(recipes)
     for row, (cell, value, state) in enumerate(zip(cells, values, states, strict=True)):
         text = str(cell).strip()
-        # A status of failure may be written in place of the value. Refuse any other text: it may be a value that cannot
-        # be read, and must not count as a failed run.
+        # A status of failure may be written in place of the value. Other text may be a value that cannot be read, which
+        # must not count as a failed run.
         if math.isnan(value) and not is_blank(cell) and not {state, text.casefold()} & words:
             raise UserError(
                 f"{path}: column {short(value_column)} is not a number at {table.place(row)} ({short(text)!r}); "
@@ -123,10 +123,10 @@ def read_run_values(
 
 
 def _table(file: File, labels: tuple[str, ...]) -> Table:
-    """Read the table; labels: columns to keep as text."""
+    """Read the table. `labels` are columns to keep as text."""
     header = file.start.split(b"\n", 1)[0]
     if b"\t" in header and not header.startswith((b"{", b"[", b"PAR1", b"PK")):
-        # Loops write descriptions without quotes, so a quotation mark is an ordinary character.
+        # Coding assistants' loops write descriptions without quotes, so a quotation mark is an ordinary character.
         lines = [(at, line) for at, line in enumerate(file.text.splitlines(), start=1) if line.strip()]
         first_row, *rows = [line.split("\t") for _, line in lines]
         header_names = [name.strip() for name in first_row]
@@ -139,7 +139,7 @@ def _table(file: File, labels: tuple[str, ...]) -> Table:
 
 
 def _column(file: File, table: Table, option: str, name: str | None, defaults: Sequence[str]) -> str:
-    """Return the table's column for a role.
+    """Return the table's column for a role, from the user's name or the default names.
 
     Raises:
         UserError: there is no such column, several, or no row.

@@ -1,8 +1,8 @@
 """Read tables with one row per point: CSV, JSONL, JSON lists, Parquet. An invalid row is an error.
 
 Columns, in any case: `compute`, `reward` and optionally `recipe`, `seed`, `sd` (the reward's standard error) and
-`baseline` (the recipe that the row's recipe is compared with). Only rows with a blank reward or compute are skipped;
-they are counted.
+`baseline` (the recipe that the row's recipe is compared with). Only rows with a blank reward or compute are skipped,
+and counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def is_table(table: Table, into: Collected) -> bool:
-    """Return whether the header says that a table has points: it has `compute` and `reward`, or a column of recipes."""
+    """Return whether a table has points: it has columns `compute` and `reward`, or a column of recipes."""
     if "_step" in table.names:
         return False
     default = table.named("compute") and table.named("reward")
@@ -65,7 +65,7 @@ class Columns:
     Attributes:
         used: name of the column for each role (`compute`, `reward`, ...) that has one.
         factors: columns of the requested factors.
-        fallback: whether compute is a framework's counter or a step, for lack of a column `compute`.
+        fallback: whether compute is a framework's counter or a step, because there is no column `compute`.
     """
 
     used: dict[str, str]
@@ -117,12 +117,12 @@ def read(file: File, into: Collected) -> None:
         )
     skipped = no_compute | no_reward
     if "seed" in column_of and not any(seed for seed, skip in zip(seeds, skipped.tolist(), strict=True) if not skip):
-        del column_of["seed"]  # blank in all rows, as some exports write it: a table without seeds
+        del column_of["seed"]  # some exports have a seed column that is blank in all rows: treat it as missing
     for role in ("recipe", "seed"):
         if role in column_of:
             cells = recipes if role == "recipe" else seeds
             no_blank_labels(file, table, column_of[role], cells, skipped)
-    run_labels: dict[str, str] = {}  # label of each recipe's run, in a table without seeds: one run per recipe
+    run_labels: dict[str, str] = {}  # label of each recipe's run, in a table without seeds, where a recipe has one run
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]
         if not len(kept_rows):
@@ -164,7 +164,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def _with_names(file: File, table: Table, request: Request) -> Table:
-    """Add requested columns that the file's name contains instead, as in `loss=grpo,seed=1.csv`."""
+    """Add requested columns whose values are in the file's name instead, as in `loss=grpo,seed=1.csv`."""
     pairs = pairs_in(file.run_name)
     missing = [name for name in (request.by, *request.factors) if name is not None and not table.named(name)]
     if not missing or not all(name in pairs for name in missing):
@@ -182,7 +182,7 @@ def _with_names(file: File, table: Table, request: Request) -> Table:
 
 
 def _columns(file: File, table: Table, request: Request) -> Columns:
-    """Choose the columns by role, as named by the user or by their default names.
+    """Choose a column for each role, by the user's name or the default name.
 
     Raises:
         UserError: a required column is missing or ambiguous.
@@ -229,7 +229,7 @@ def _warn_per_step(
     compute: Array,
     labels: Sequence[Sequence[str]],
 ) -> None:
-    """Warn if compute looks like an amount per step, in the order of the table's step column."""
+    """Warn if compute looks like an amount per step, with rows in the order of the table's step column."""
     step = next((name for name in STEP_NAMES if name in table.names and name != column_of["compute"]), None)
     if step is None or column_of["compute"] == ORDER:
         return
@@ -247,7 +247,6 @@ def _warn_per_step(
 def _warn_skipped(
     file: File, into: Collected, no_compute: NDArray[np.bool_], no_reward: NDArray[np.bool_], recipes: Sequence[str]
 ) -> None:
-    """Warn of rows without compute or reward, and of recipes that have only such rows."""
     skipped = no_compute | no_reward
     if not skipped.any():
         return
@@ -262,7 +261,10 @@ def _warn_skipped(
 
 
 def _note(file: File, into: Collected, columns: Columns, table: Table, points: int) -> None:
-    """Note how the table was read; the user sees this if recipe, compute or cells were not read in the default way."""
+    """Note how the table was read.
+
+    The user sees the note if recipe, compute or cells were not read in the default way.
+    """
     column_of, request = columns.used, into.request
 
     def rule(role: str, option: str, name: str | None) -> str:

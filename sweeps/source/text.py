@@ -1,4 +1,4 @@
-"""A source file with cached bytes and text, and helpers for its content and for messages."""
+"""A source file with cached bytes and text, and functions for its content and for messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sweeps.run.files import parse_json
 from sweeps.source.run_names import is_bare_seed
 from sweeps.terminal import counted
 
-# File names that are equal for all runs, so that the directory names the run.
+# File names that the files of all runs have, so that the folder names the run.
 _FIXED_NAMES = ("trainer_state.json", "metrics.jsonl")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # Encodings by byte order mark. UTF-32 comes first, because one of its marks begins with a mark of UTF-16.
@@ -30,7 +30,7 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Escapes in a JSON text, surrogate pairs first; the group matches half of a pair.
+# Escapes in a JSON text, surrogate pairs first. The group matches an unpaired surrogate.
 _ESCAPES = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\(u[dD][89a-fA-F]\w\w)|\\.")
 _BLANK = re.compile(rb"(?:\xef\xbb\xbf)?[\0\s]*")
 
@@ -59,16 +59,16 @@ _DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, zipfile.B
 
 
 class File:
-    """A source file other than our runs, whose bytes and text are read at first use.
+    """A source file that is not one of this project's journals. Its bytes and text are read when first needed.
 
-    Attributes raise UserError if the file cannot be read or is not text.
+    Properties raise UserError if the file cannot be read or is not text.
 
     Args:
         path: path of the file.
         wanted: what to give instead, for the error about a file that is not text.
 
     Attributes:
-        kept: data that `matches` of a reader parsed, for its `read`.
+        kept: data that a reader's `matches` parsed, for its `read`.
         nuls: number of NUL bytes that were dropped from the text.
         nul_lines: lines that had NUL bytes, counted from 1.
         cut_lines: numbers of the lines from which text was lost.
@@ -84,12 +84,12 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The file's ending in lower case, with the dot; for a compressed file, the ending of its content."""
+        """The file's ending in lower case, with the dot; for a compressed file, that of its content."""
         return self._unpacked.suffix.lower()
 
     @property
     def _unpacked(self) -> Path:
-        """The path without the ending of a compressed file."""
+        """The path without the ending of a compressed file, such as `.gz`."""
         return self.path.with_suffix("") if self.path.suffix.lower() in _UNPACK else self.path
 
     @property
@@ -99,25 +99,25 @@ class File:
 
     @property
     def is_named_by_folder(self) -> bool:
-        """Return whether files of all runs have this name, so that the directory names the run."""
+        """True if files of all runs have this name, so that the folder names the run."""
         return self.path.name in _FIXED_NAMES
 
     @property
     def run_name(self) -> str:
-        """Name of the file's run: the file's name, or its directory's if the files of all runs have the same name."""
+        """Name of the file's run: the file's name or, if `is_named_by_folder`, that of the run's folder."""
         if self.is_named_by_folder:
             return encodable(run_of(self.run_folder))
         return encodable(run_of(self.path.resolve().with_name(self.stem)))
 
     @property
     def run_folder(self) -> Path:
-        """The run's directory, above a `checkpoint-N` folder."""
+        """The run's folder, which contains the file or its `checkpoint-N` folder."""
         folder = self.path.resolve().parent
         return folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
 
     @cached_property
     def raw(self) -> bytes:
-        """The file's bytes, unpacked; UTF-16 (Excel's "Unicode text", PowerShell) and UTF-32 are converted to UTF-8."""
+        """The file's bytes, unpacked. UTF-16 (Excel's "Unicode text", PowerShell) and UTF-32 are converted to UTF-8."""
         try:
             raw = self.path.read_bytes()
         except OSError as error:
@@ -136,10 +136,10 @@ class File:
 
     @cached_property
     def content(self) -> bytes:
-        """The bytes of a text without NUL bytes. A crash, or truncating a log while it is written, leaves such bytes.
+        """The bytes of a text without NUL bytes, which are left by a crash, or by truncating a log while it is written.
 
         In a line with NUL bytes, the text before them was cut off and is dropped. The text after them is kept: it may
-        be a complete line or the end of a lost line, which the reader of the format can tell.
+        be a complete line or the end of a lost one. The reader of the format can tell.
         """
         if b"\0" not in self.raw:
             return self.raw
@@ -155,7 +155,7 @@ class File:
 
     @property
     def damage(self) -> str | None:
-        """Message about the NUL bytes and lines that were dropped; None if there were none."""
+        """Message about dropped NUL bytes and lines; None if there were none."""
         if not self.nuls:
             return None
         lost = f", and {counted(len(self.cut_lines), 'line')} cut off there" if self.cut_lines else ""
@@ -180,7 +180,7 @@ class File:
 
     @cached_property
     def document(self) -> Any:
-        """Value of the file parsed as one JSON document; None if it is not one."""
+        """The file parsed as one JSON document; None if it is not one."""
         if self.start[:1] not in (b"{", b"["):
             return None
         try:
@@ -190,12 +190,14 @@ class File:
 
 
 def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
-    """Parse a file with one JSON value per line. Returns values, line numbers, and the error of a torn last line.
+    """Parse a file with one JSON value per line.
+
+    Return values, line numbers, and an error about an incomplete last line.
 
     Raises:
         UserError: a line before the last is not JSON, and was not cut off by NUL bytes.
     """
-    # splitlines is not used, because it also splits at separators that are allowed inside JSON strings.
+    # `splitlines` would also split at separators that are allowed inside JSON strings.
     lines = [(number, line) for number, line in enumerate(file.text.split("\n"), start=1) if line.strip()]
     values: list[Any] = []
     numbers: list[int] = []
@@ -214,7 +216,7 @@ def json_lines(file: File) -> tuple[list[Any], Sequence[int], str | None]:
 
 
 def parse_json_text(raw: str | bytes) -> Any:
-    """Parse a JSON text; unpaired surrogates, which cannot be encoded, become U+FFFD.
+    """Parse a JSON text. Unpaired surrogates, which cannot be encoded, become U+FFFD.
 
     Raises:
         ValueError: the text is not JSON.
@@ -229,7 +231,7 @@ def encodable(text: str) -> str:
 
 
 def run_of(path: Path) -> str:
-    """Name a run by its file or folder, including the parent folder if the name is only a seed."""
+    """Name a run by its file or folder. If that name is only a seed, the parent folder's name comes before it."""
     return f"{path.parent.name}/{path.name}" if path.parent.name and is_bare_seed(path.name) else path.name
 
 
@@ -243,7 +245,7 @@ _REWARD_OR_COMPUTE = re.compile(r"eval|val|reward|score|acc|pass|token|flop|comp
 
 
 def listed(names: Iterable[str], limit: int = 300) -> str:
-    """Join names for a message; if it gets too long, list likely rewards and compute first, and give the total."""
+    """Join names for a message. If it gets too long, likely rewards and compute come first, and the total is added."""
     all_names = list(names)
     text = ", ".join(all_names)
     if len(text) <= limit:

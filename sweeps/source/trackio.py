@@ -1,7 +1,7 @@
 """Read Trackio's local store: one SQLite file per project, `~/.cache/huggingface/trackio/PROJECT.db`.
 
-The file is opened read-only. A row of the table `metrics` has the metrics of one step of a run, as JSON. The table
-`configs` has the runs' initial configurations.
+The file is only read. A row of its table `metrics` has the metrics of one step of a run, as JSON. The table `configs`
+has the runs' initial configurations.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SUFFIX = ".db"
 
 
 def databases(directory: Path) -> list[Path]:
-    """Return Trackio's files in a directory, sorted by path; other databases are ignored."""
+    """Return Trackio's files in a directory, sorted by path. Other databases are left out."""
     return sorted(path for path in directory.glob(f"*{_SUFFIX}") if path.is_file() and _is_trackio(path))
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the file is a SQLite database; `read` refuses databases of other programs."""
+    """Return whether the file is a SQLite database. `read` refuses databases of other programs."""
     return file.raw.startswith(_SQLITE)
 
 
@@ -51,7 +51,7 @@ def read(file: File, into: Collected) -> None:
 
 
 def _query(path: Path, query: str) -> list[tuple[Any, ...]]:
-    # In immutable mode SQLite creates no files next to the store. A run in progress has a -wal file, which must be
+    # In immutable mode SQLite creates no files next to the store. But a run in progress has a -wal file, which must be
     # read.
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?{mode}", uri=True, timeout=30)
@@ -73,7 +73,7 @@ def _is_trackio(path: Path) -> bool:
 
 
 def _logs(path: Path) -> list[Log]:
-    # Earlier versions identify a run by its name only.
+    # Earlier versions of Trackio identify a run by its name only.
     key = "run_id" if "run_id" in _columns(path, "metrics") else "run_name"
     configs = {}
     if _columns(path, "configs"):

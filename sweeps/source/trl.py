@@ -33,7 +33,7 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the evaluations of the run, or its training rewards if it has no evaluations.
+    """Add the evaluations of the run or, without evaluations, its training rewards.
 
     Raises:
         UserError: no row has a reward.
@@ -70,7 +70,7 @@ def read(file: File, into: Collected) -> None:
 def rename_metrics(
     rows: Sequence[tuple[float, dict[str, Any]]],
 ) -> tuple[list[tuple[float, dict[str, Any]]], list[str]]:
-    """Rename the metrics of evaluation rows, see `_rename_row`; returns rows with their steps, and notes."""
+    """Rename the metrics of evaluation rows, see `_rename_row`. Return rows with their steps, and notes."""
     sets = {name for _, row in rows if (name := _set_of(row)) is not None}
     notes = []
     if any("eval_num_tokens" in row and "num_tokens" not in row for _, row in rows):
@@ -81,9 +81,9 @@ def rename_metrics(
 
 
 def last_states(directory: Path) -> list[Path]:
-    """Return the last state of each run at or below a directory, sorted by path; a state has the whole history.
+    """Return the last state of each run at or below a directory, sorted by path. A state has the run's whole history.
 
-    A run's folder has a state in each checkpoint, and after `trainer.save_state` another state of its own.
+    A run's folder has a state in each checkpoint, and another next to them after `trainer.save_state`.
     """
     states_by_run: dict[Path, list[Path]] = {}
     for path in sorted(directory.rglob(FILE)):
@@ -94,7 +94,7 @@ def last_states(directory: Path) -> list[Path]:
 
 
 def _last_step(path: Path) -> tuple[float, bool]:
-    """Return a key that orders states by step; at equal steps a state outside of checkpoints is the later one."""
+    """Return a key that orders states by step. At equal steps a state outside of checkpoints is the later one."""
     match = CHECKPOINT.fullmatch(path.parent.resolve().name)
     if match is not None:
         return float(match[1]), False
@@ -102,18 +102,18 @@ def _last_step(path: Path) -> tuple[float, bool]:
 
 
 def _run_state(state: dict[str, Any]) -> str:
-    """Return `FINISHED` if a run has taken all its steps, else `RUNNING`; "" if the state does not record the total."""
+    """Return `FINISHED` if a run has taken all its steps, else `RUNNING`; "" if their number is unknown."""
     step, total = finite(state.get("global_step")), finite(state.get("max_steps"))
     return "" if step is None or not total or total < 0 else FINISHED if step >= total else RUNNING
 
 
 def _set_of(row: dict[str, Any]) -> str | None:
-    """Return the evaluation set that transformers wrote into the names of a row's metrics; None if there is none."""
+    """Return the evaluation set that transformers wrote into the names of a row's metrics; None without one."""
     return next((match[1] for key in row if (match := _SET.fullmatch(key))), None)
 
 
 def _rename_row(row: dict[str, Any], sets: set[str]) -> dict[str, Any]:
-    """Give compute the name that it has in training rows; with several sets, add the set to the names of metrics."""
+    """Give compute the name that it has in training rows. With several sets, add the set to the names of metrics."""
     row = dict(row)
     if is_empty(row.get("num_tokens")) and not is_empty(row.get("eval_num_tokens")):
         row["num_tokens"] = row["eval_num_tokens"]

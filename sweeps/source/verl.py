@@ -1,8 +1,8 @@
 """Read the output of verl's two loggers: console lines, and the JSONL of the `file` backend.
 
-A console line is `step:10 - key:value - key:value ...`, after Ray's `(TaskRunner pid=123)` and colours, among the other
-output of the job. Values are plain numbers or, where numpy printed them, `np.float64(0.62)`. The file backend writes
-`{"step": 10, "data": {...}}`.
+A console line is `step:10 - key:value - key:value ...`, after Ray's `(TaskRunner pid=123)` and colours, among other
+output. Values are plain numbers or, where numpy printed them, `np.float64(0.62)`. The file backend writes `{"step": 10,
+"data": {...}}`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ def matches(file: File, into: Collected | None = None) -> bool:
         return _begins_with_row(file)
     if (file.start[:1] == b"[" and file.suffix == ".json") or is_binary(file):
         return False
-    # Search for plain bytes first, which is faster in a large file.
+    # A plain search first, because it is faster in a large file.
     return b"step:" in file.raw and _LINE_BYTES.search(file.raw) is not None
 
 
 def _begins_with_row(file: File) -> bool:
-    """Return whether the first line is an object of the file backend."""
     line = file.content.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)[0]
     try:
         return is_row(parse_json(line))
@@ -53,7 +52,7 @@ def is_row(record: Any) -> bool:
 
 
 def read(file: File, into: Collected) -> None:
-    """Add the validations of the run, or its training scores if it has no validations.
+    """Add the validations of the run or, without validations, its training scores.
 
     Raises:
         UserError: no row has a reward.
@@ -70,8 +69,8 @@ Records = list[tuple[float, dict[str, Any]]]
 
 
 def _console(file: File) -> tuple[Records, int, list[str]]:
-    """Parse console lines. Returns records with their steps, the number of lines, and notes."""
-    # A job's output is not always UTF-8, because progress bars may be cut off inside a character. We need ASCII only.
+    """Parse console lines. Return records with their steps, the number of lines, and notes."""
+    # A progress bar may be cut off inside a character, so a job's output is not always UTF-8. We need only ASCII.
     text = COLOUR.sub("", file.content.decode("utf-8", errors="replace"))
     records: Records = []
     unread, others = 0, 0
@@ -83,7 +82,7 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
             continue
         fields = line[match.end() :].rstrip().split(" - ")
         if i == len(lines) - 1 and not text.endswith(("\n", "\r")):
-            fields.pop()  # cut off while printing: the last number may lack digits
+            fields.pop()  # the line was cut off while printing: its last number may lack digits
             unread += 1
         record = {}
         for field in fields:
@@ -103,7 +102,7 @@ def _console(file: File) -> tuple[Records, int, list[str]]:
 
 
 def _jsonl(file: File) -> tuple[Records, int, list[str]]:
-    """Parse the file backend's lines. Returns records with their steps, the number of lines, and notes."""
+    """Parse the file backend's lines. Return records with their steps, the number of lines, and notes."""
     entries, _, torn = json_lines(file)
     records: Records = []
     for entry in entries:

@@ -1,8 +1,8 @@
-"""Metric names of known frameworks for reward, compute and step.
+"""Names that known frameworks give to the metrics of reward, compute and step.
 
-A framework uses the same names with every tracker, so they are listed here and not in the readers. Patterns are listed
-in order of preference, and held-out evaluations are preferred to training rewards. Names that match one pattern are
-equivalent (several evaluation sets), and the user chooses between them.
+A framework uses the same names with every tracker, so they are listed here and not in the readers. Patterns are in
+order of preference. Held-out evaluations are preferred to training rewards. Names that match the same pattern are
+equivalent (several evaluation sets): the user chooses between them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The metric names of one framework; patterns match whole names.
+    """The metric names of one framework, as patterns that match whole names.
 
     Attributes:
         project: name of the framework.
         signature: names that only this framework uses.
         evaluations, training: held-out and training rewards; a group in a pattern matches the evaluation set.
         compute: cumulative counters.
-        per_step: amounts per step, to be summed.
+        per_step: amounts per step, which have to be summed.
         step: columns of steps, by which separately logged rows are joined; tried before `STEP_NAMES`.
     """
 
@@ -34,12 +34,15 @@ class Vocabulary:
     step: tuple[str, ...] = ()
 
     def recognizes(self, names: Iterable[str]) -> bool:
-        """Return whether any of the names is used by this framework only."""
+        """Return whether any of the names is used only by this framework."""
         return any(re.fullmatch(self.signature, name) for name in names)
 
 
 def first_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the names matched by the first pattern that matches any, each with its group (the evaluation set)."""
+    """Return the names matched by the first pattern that matches any.
+
+    The values are evaluation sets, from its group.
+    """
     for pattern in patterns:
         matched = {name: match for name in names if (match := re.fullmatch(pattern, name))}
         if matched:
@@ -47,7 +50,7 @@ def first_match(patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]
     return {}
 
 
-# Names of this project's own metrics, as other trackers record them.
+# Names of this project's trainer's metrics, as other trackers record them.
 SCALERL = Vocabulary(
     "lightning-scalerl",
     signature=r"eval/.+/pass_rate",
@@ -55,8 +58,8 @@ SCALERL = Vocabulary(
     compute=(r"compute/(?:device_hours|virtual_device_hours|flops)", r"compute/tokens"),
 )
 
-# TRL's GRPOTrainer: evaluation metrics have the prefix `eval_`. `num_tokens` counts prompt and completion tokens of
-# training since the start of the run.
+# TRL's GRPOTrainer: evaluation metrics have the prefix `eval_`. `num_tokens` counts the prompt and completion tokens
+# trained on since the start of the run.
 TRL = Vocabulary(
     "TRL",
     signature=r"(eval_)?rewards/.+|completions/mean_length|completion_length|frac_reward_zero_std|eval_reward",
@@ -65,7 +68,7 @@ TRL = Vocabulary(
     compute=(r"num_tokens",),
 )
 
-# The same metrics in the trackers of transformers, which write `eval/x` for `eval_x`, and `train/x` for other metrics.
+# The same metrics in transformers' trackers, where `eval_x` is `eval/x`, and any other metric `x` is `train/x`.
 TRL_TRACKED = Vocabulary(
     "TRL",
     signature=r"train/(reward|num_tokens|rewards/.+|completions/mean_length)|eval/(reward|rewards/.+)",
@@ -107,7 +110,7 @@ OPEN_INSTRUCT = Vocabulary(
 
 VOCABULARIES = (SCALERL, VERL, PRIME_RL, OPEN_INSTRUCT, TRL_TRACKED, TRL)
 
-# Names of the learning rate: of our trainer and transformers, verl, prime-rl, open-instruct.
+# Names of the learning rate in this project's trainer and transformers, in verl, prime-rl and open-instruct.
 RATE = r"(?:train/)?learning_rate|(?:actor|optim)/lr|lr"
 
 # Names of columns that count steps of an optimizer or a tracker. They give the order of rows, but do not measure
@@ -116,10 +119,10 @@ STEP_NAMES = ("_step", "step", "Step", "global_step", "training_step", "trainer/
 
 # Value of --x that numbers the rows or logged values, for sources without a step or compute.
 ORDER = "order"
-# Prefix in --x sum:COLUMN, for a log's column of amounts per step.
+# Prefix in --x sum:COLUMN, which sums a log's amounts per step.
 SUM = "sum:"
 
-# Columns that distinguish the runs of one file, in W&B's exports of several runs.
+# Columns that distinguish the runs in one file, as in W&B's exports of several runs.
 RUN_COLUMNS = ("run_name", "run", "name", "run_id")
 
 # Common names of compute in users' own tables.
@@ -127,7 +130,10 @@ _COUNTERS = r"(?:total[ _])?(?:tokens|flops)|(?:gpu|device)[ _-]hours"
 
 
 def counters(names: Sequence[str]) -> list[str]:
-    """Return the columns of cumulative compute, by a framework's or a common name; amounts per step are left out."""
+    """Return the columns of cumulative compute, by a framework's name or a common one.
+
+    Amounts per step are left out.
+    """
     patterns = [p for v in VOCABULARIES for p in v.compute if not re.fullmatch(v.per_step, p)]
     return [
         name
@@ -137,7 +143,7 @@ def counters(names: Sequence[str]) -> list[str]:
 
 
 def order_warning(axis: str) -> str | None:
-    """Return the warning that an axis of steps or row numbers is an order, not compute; None for other axes."""
+    """Return a warning if an axis counts steps or rows, which give an order but not compute; None for other axes."""
     if axis == ORDER:
         return f"{axis} numbers the rows from top to bottom, which is not compute"
     if axis.casefold() not in map(str.casefold, STEP_NAMES):
@@ -146,12 +152,12 @@ def order_warning(axis: str) -> str | None:
 
 
 def vocabulary_of(names: Sequence[str]) -> Vocabulary | None:
-    """Return the first framework with a signature that matches one of the names; None if there is none."""
+    """Return the first framework of which one of the names is characteristic; None without one."""
     return next((vocabulary for vocabulary in VOCABULARIES if vocabulary.recognizes(names)), None)
 
 
 def step_column(names: Sequence[str], step: str | None = None) -> str | None:
-    """Find the column of steps: the given name, else a framework's, else a tracker's; None without such a column."""
+    """Find the column of steps: the given name or, if that is None, a framework's or a tracker's; None without one."""
     framework = vocabulary_of(names) if step is None else None
     known = (*(framework.step if framework else ()), *STEP_NAMES) if step is None else (step,)
     return next((candidate for candidate in known if candidate in names), None)

@@ -2,8 +2,8 @@
 
 A chart's CSV has a column of the x axis, usually the first. For each run it has a column `<run> - <metric>`, and two
 more whose names end with `__MIN` and `__MAX`. A history has W&B's `_step` (or a framework's step) and one column per
-metric, in which most cells are empty. Logs of prime-rl, open-instruct and other programs that report to W&B are
-available as files in this form. A framework's own JSONL with the same rows (prime-rl's file monitor) is read too.
+metric, in which most cells are empty. Logs of prime-rl, open-instruct and other programs that report to W&B can be
+exported in this form. A framework's JSONL file with the same rows (prime-rl's file monitor) is read too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEANS = (
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the rows are a W&B chart, or a history with a step and names of W&B or a framework."""
+    """Return whether the rows are a W&B chart, or a history with steps and names of W&B or a framework."""
     table = read_table(file, into.request)
     if table is None or is_table(table, into):
         return False
@@ -51,7 +51,7 @@ class _Chart:
     Attributes:
         columns: columns that belong to a run.
         others: other columns.
-        runs: metrics of each run, by its name.
+        runs: metrics of each run, by the run's name.
     """
 
     columns: Collection[str]
@@ -60,20 +60,19 @@ class _Chart:
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics of all runs, in the order of the columns."""
         return list(dict.fromkeys(metric for metrics in self.runs.values() for metric in metrics))
 
 
 def _requested_metric(into: Collected) -> str | None:
-    """Return the metric that the user requested; None without a request, or for all metrics."""
+    """Return the metric that the user requested; None if the user requested none, or all."""
     return None if into.request.y == ALL else into.request.y
 
 
 def _chart_of(table: Table, requested: str | None) -> _Chart | None:
-    """Split the columns of a chart; None if the table is not a chart.
+    """Assign the columns of a chart to runs; None if the table is not a chart.
 
     A column `<run> - <metric>` belongs to a run if another column has the same run or metric, or if the user asked for
-    this metric. So an x axis with a dash in its name is not taken for a run.
+    this metric. So an x axis with a dash in its name is not mistaken for a run.
     """
     parts = {name: part for name in table.names if (part := _run_and_metric(name, requested)) is not None}
     per_run, per_metric = (Counter(part[side] for part in parts.values()) for side in (0, 1))
@@ -108,8 +107,8 @@ def _run_and_metric(name: str, requested: str | None) -> tuple[str, str] | None:
 def _is_bare_chart(chart: _Chart) -> bool:
     """Return whether columns without `__MIN` and `__MAX` are a chart (of points, or made by hand).
 
-    They are a chart if all runs have the same metric, or if all metrics have a slash: metrics without a slash may be
-    parts of a run's name.
+    They are a chart if all runs have the same metric, or if all metrics have a slash: a text without a slash may be
+    part of a run's name.
     """
     axes = [name for name in chart.others if not is_index(name)]
     if len(axes) > 1 or len(chart.runs) < 2:
@@ -154,7 +153,8 @@ def read(file: File, into: Collected) -> None:
 def _check_labels(file: File, table: Table, step: str) -> None:
     """Refuse rows without a run's name, and runs of which only some rows have a recipe or a seed.
 
-    A recipe or seed that all rows of a run lack is unknown. If only some rows lack it, they would become a second run.
+    If all rows of a run lack a recipe or seed, it is unknown. If only some rows lack it, these would become a second
+    run.
 
     Raises:
         UserError: a row that has a step lacks such a label.
@@ -175,7 +175,7 @@ def _check_labels(file: File, table: Table, step: str) -> None:
 
 
 def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> None:
-    """Add the runs of a chart, which share one x axis; a cell whose `__MIN` and `__MAX` differ is a mean.
+    """Add the runs of a chart, which share one x axis. A cell whose `__MIN` and `__MAX` differ is a mean.
 
     Raises:
         UserError: the chart has no x axis, or not the axis that the user asked for.
@@ -215,7 +215,7 @@ def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> Non
 
 
 def _axis(file: File, chart: _Chart, first: str, requested: str | None) -> str | None:
-    """Return the column of a chart's x axis; None if there is none, and the user asked to number the rows.
+    """Return the column of a chart's x axis; None if there is none and the user asked to number the rows.
 
     Args:
         file: the file, for errors.
@@ -244,12 +244,11 @@ def _axis(file: File, chart: _Chart, first: str, requested: str | None) -> str |
 
 
 def _run_series(series: Callable[[str], Series], run: str, x: str | None) -> Callable[[str], Series]:
-    """Return a function that reads a metric of one run in a chart, by the metric's name without the run's name."""
+    """Return a function that reads one run's metric from a chart, by the metric's name."""
     return lambda name: series(name if name == x else f"{run} - {name}")
 
 
 def _is_average(table: Table, name: str) -> bool:
-    """Return whether a column has a cell whose `__MIN` and `__MAX` differ."""
     low, high = f"{name}__MIN", f"{name}__MAX"
     if low not in table.names or high not in table.names:
         return False

@@ -1,7 +1,8 @@
 """Read W&B's local folders: `wandb/offline-run-*` and `wandb/run-*`, each with the log `run-ID.wandb` of one run.
 
-The log has LevelDB's format: blocks of 32 KiB, and records in fragments with a checksum each. The records are protobuf
-messages, which the package `wandb` defines (an extra, imported only here). A truncated log is read up to the break.
+The log has LevelDB's format: records are split into fragments, each with a checksum, in blocks of 32 KiB. The records
+are protobuf messages, which the package `wandb` defines (an optional dependency, imported only here). A truncated log
+is read up to the break.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from sweeps.terminal import counted
 
 NAME = "W&B run"
 SUFFIX = ".wandb"
-# _IDENT: first bytes of the file. _HEADER: size of the file's header. _BLOCK: size of a block. _FRAGMENT: header of a
-# fragment (checksum, length, kind).
+# _IDENT: first bytes of the file. _HEADER: size of the file's header. _BLOCK: size of a block. _FRAGMENT: format of a
+# fragment's header (checksum, length, kind).
 _IDENT, _HEADER = b":W&B", 7
 _BLOCK, _FRAGMENT = 32768, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def run_files(directory: Path) -> list[Path]:
-    """Return the logs of W&B's runs at or below a directory, sorted by path; `latest-run` is a link to one of them."""
+    """Return the logs of W&B's runs at or below a directory, sorted by path. The link `latest-run` adds no log."""
     return sorted({path.resolve() for path in directory.rglob(f"*{SUFFIX}") if path.is_file()})
 
 
@@ -73,7 +74,7 @@ def of_run(
     Args:
         name: name of the run.
         config: configuration, whose values become labels by dotted key.
-        rows: metrics by name, of each logged row; the step is `_step`, or else the row's number.
+        rows: metrics by name of each logged row; the step is its `_step` or, without it, the row's number.
         warnings: remarks on damage.
         key, state: see `sweeps.source.collected.ForeignRun`.
     """
@@ -95,11 +96,10 @@ def of_run(
 
 
 def _log(path: Path) -> Log | None:
-    """Return the log of a file; None if it has no metrics."""
     from wandb.proto import wandb_internal_pb2
 
     name = path.stem.removeprefix("run-")
-    key, state = f"wandb:{name}", RUNNING  # a killed process also stays "running", because it wrote no exit record
+    key, state = f"wandb:{name}", RUNNING  # a killed process stays "running", because it wrote no exit record
     config: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     warnings: list[str] = []
@@ -107,7 +107,7 @@ def _log(path: Path) -> Log | None:
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # protobuf makes the class at import
         try:
             record.ParseFromString(message)
-        except Exception as error:  # protobuf's own error
+        except Exception as error:  # protobuf raises an error of its own.
             raise UserError(f"{path}: not a readable log of W&B ({type(error).__name__}); give another file") from error
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -127,12 +127,11 @@ def _log(path: Path) -> Log | None:
 
 
 def _values(items: Any) -> dict[str, Any]:
-    """Return a message's values by key; nested keys are joined by slashes."""
+    """Return a message's values by key. Nested keys are joined by slashes."""
     return {item.key or "/".join(item.nested_key): parse_json_text(item.value_json) for item in items}
 
 
 def _messages(path: Path, warnings: list[str]) -> Iterator[bytes]:
-    """Yield the complete records of a log; add a warning if it is truncated or damaged."""
     try:
         raw = path.read_bytes()
     except OSError as error:

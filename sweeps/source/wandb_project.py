@@ -1,8 +1,8 @@
-"""Read `wandb:entity/project`: the runs of a W&B project, through the GraphQL API, with their whole history.
+"""Read `wandb:entity/project`: the runs of a W&B project, with their whole history, through the GraphQL API.
 
-`wandb:entity/project/run` is one run. The server is `WANDB_BASE_URL`, or W&B's public server. The key is
-`WANDB_API_KEY`, or the key that `wandb login` stored in `~/.netrc`. Only the standard library is needed, and nothing is
-written.
+`wandb:entity/project/run` is one run. The server is `WANDB_BASE_URL`, or else W&B's public server. The key is
+`WANDB_API_KEY`, or else the one that `wandb login` stored in `~/.netrc`. Only the standard library is needed, and
+nothing is written.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ query HistoryPage($entity: String!, $project: String!, $run: String!, $minStep: 
 
 
 def matches_text(source: str) -> bool:
-    """Return whether a source is a W&B project (`wandb:...`) and not a path."""
+    """Return whether a source is a W&B project (`wandb:...`) instead of a path."""
     return source.startswith(PREFIX)
 
 
 def read_project(source: str, into: Collected) -> None:
-    """Add the runs of a project, or a single run if the source names one.
+    """Add the runs of a project, or the single run that the source names.
 
     Raises:
         UserError: the project or run does not exist, the server does not answer or needs a key, or there is no metric.
@@ -90,7 +90,7 @@ def read_project(source: str, into: Collected) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Unwrap a value of a configuration, which W&B wraps in a mapping."""
+    """Return a configuration's value, which W&B may wrap in a mapping."""
     return value["value"] if isinstance(value, dict) and "value" in value else value
 
 
@@ -105,7 +105,6 @@ class _Server:
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Basic {login}"} if login else {})}
 
     def _stored_key(self) -> str | None:
-        """Return the key that `wandb login` stored for this server; None without one."""
         path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
         try:
             login = netrc.netrc(path).authenticators(urlsplit(self._base).hostname or "")
@@ -132,9 +131,9 @@ class _Server:
             cursor = page["endCursor"]
 
     def history(self, entity: str, project: str, run: str, last: int) -> Iterator[dict[str, Any]]:
-        """Yield all rows that a run logged up to its last step, without sampling."""
+        """Yield all rows of a run up to its last step, without sampling."""
         for first in range(0, last + 1, ROWS_PAGE):
-            # Request no more rows than there are steps: W&B then does not sample them.
+            # W&B does not sample if no more rows are requested than there are steps.
             window = {"minStep": first, "maxStep": min(first + ROWS_PAGE, last + 1), "pageSize": ROWS_PAGE}
             page = self._query(_HISTORY, {"entity": entity, "project": project, "run": run, **window})
             yield from (parse_json_text(line) for line in page["project"]["run"]["history"] or ())

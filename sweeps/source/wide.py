@@ -1,7 +1,7 @@
 """Read tables with a column of compute or steps, and one column of rewards per run.
 
-A log's table looks similar, with one column per metric. So columns are read as runs only if no column has the name of a
-metric, and all have the same scale. `--y all` declares columns of any name as runs.
+A log's table looks similar, with one column per metric. So columns are taken for runs only if none of them has the name
+of a metric, and all have the same scale. `--y all` declares columns of any name as runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAME = "table with one column per run"
 
 # A table with one of these columns is a table of points.
 _POINT_COLUMNS = ("reward", "recipe", "seed", "sd", "baseline", *RUN_COLUMNS)
-# Columns that are neither runs nor metrics, in addition to row numbers: clocks, epochs.
+# Columns that are neither runs nor metrics, besides row numbers: times and epochs.
 _IGNORED_COLUMNS = re.compile(r"_?(wall|relative)?[ _]?(time(stamp)?|runtime)( \(process\))?|date|epoch", re.IGNORECASE)
 # A column is a metric if its name ends with one of these words, or consists only of these and the words below.
 _ENDS = re.compile(r"loss|rewards?|scores?|acc|accuracy|rate|norm|f1|mse|rmse|ppl")
@@ -51,7 +51,7 @@ _WORDS = re.compile(
 
 
 def matches(file: File, into: Collected) -> bool:
-    """Return whether the header has compute or a step and columns of runs, and is not a table of points."""
+    """Return whether the header has compute or a step, and columns of runs, and is not that of a table of points."""
     table = _table(file, into.request)
     if table is None or len(table.names) < 2 or not table.count or table.torn or into.request.y not in (None, ALL):
         return False
@@ -62,13 +62,13 @@ def matches(file: File, into: Collected) -> bool:
 
 
 def _table(file: File, request: Request) -> Table | None:
-    """Read the table, with a column of row numbers for `--x order`; None for an empty file."""
+    """Read the table, with numbered rows for `--x order`; None for an empty file."""
     table = read_table(file, request)
     return None if table is None else with_order(table, request, ())
 
 
 def run_columns(file: File, table: Table, request: Request) -> list[str]:
-    """Return the columns that can be runs, because most filled cells are numbers; empty for a table of points."""
+    """Return the columns that can be runs: most of their filled cells are numbers. A table of points has none."""
     if any(table.named(name) for name in (*_POINT_COLUMNS, request.by or "recipe")):
         return []
     compute = _compute(file, table, request)
@@ -97,18 +97,17 @@ def wide_hint(file: File, table: Table, request: Request) -> str:
 
 
 def _compute(file: File, table: Table, request: Request) -> str | None:
-    """Return the column of compute: the requested column, else `compute`, else a counter or a step, else None."""
+    """Return the column of compute: the requested one, or else `compute`, a counter or a step; None without one."""
     column = column_named(file, table, request.x or "compute", "--x", exact=request.x is not None)
     return column if column is not None or request.x is not None else counter_named(file, table)
 
 
 def _has_numbers(cells: pandas.Series[Any]) -> bool:
-    """Return whether most of the filled cells are finite numbers."""
     return 2 * int(np.isfinite(numbers(cells)).sum()) > len(cells) - sum(map(is_blank, cells.tolist()))
 
 
 def _is_metric(name: str) -> bool:
-    """Return whether a column has the name of a metric, or a name without letters."""
+    """Return whether a column's name is that of a metric, or has no letters."""
     words = re.findall(r"[a-z]+\d*", name.casefold())
     if not words or _ENDS.fullmatch(words[-1]):
         return True
@@ -116,7 +115,7 @@ def _is_metric(name: str) -> bool:
 
 
 def _on_one_scale(table: Table, names: Sequence[str]) -> bool:
-    """Return whether all columns stay within [-1, 1], or all of them leave it."""
+    """Return whether the values of all columns are within [-1, 1], or those of no column are."""
     is_inside = {bool(np.nanmax(np.abs(numbers(table.column(name)))) <= 1) for name in names}
     return len(is_inside) == 1
 

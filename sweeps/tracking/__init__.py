@@ -1,8 +1,8 @@
 """Track studies in MLflow: `store` creates runs, `ship` and `shipper` fill them, `fits` and `views` make charts.
 
 MLflow is a mirror of the journals, and nothing here may stall or fail a training run. A record is sent once, and only
-after a checkpoint covers it, because MLflow cannot remove a point.
-Importing this package does not import mlflow, which takes seconds; the first use of `Tracker.client` does.
+after a checkpoint covers it, because MLflow cannot remove a point. Importing this package does not import mlflow, which
+takes seconds; the first use of `Tracker.client` does.
 
 May import: `run`.
 """

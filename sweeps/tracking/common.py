@@ -1,4 +1,4 @@
-"""Helpers shared by tracking: the store's address, the time, MLflow's environment, error messages."""
+"""Functions shared by tracking: the store's address, the time, MLflow's environment, error messages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-# Metrics that repeat other metrics for MLflow's charts: compute with its unit, and the pass rate including compute 0.
+# Metrics that repeat others for MLflow's charts: compute with its unit, and the pass rate including compute 0.
 _CHART_KEY = re.compile(r"Pass rate/.+|eval/.+/(log10 )?compute in .+")
 _REMEDY = "use sqlite:////absolute/path/mlflow.db, or the address of a server (http://host:port)"
 
 
 def resolve_uri(uri: str) -> str:
-    """Return the tracking URI for MLflow, with a relative SQLite path made absolute.
+    """Return the tracking URI for MLflow. A relative SQLite path is made absolute.
 
     Raises:
         UserError: the argument is not a URI, or names a file store, which MLflow 3 refuses.
@@ -42,7 +42,7 @@ def resolve_uri(uri: str) -> str:
 
 
 def without_credentials(uri: str) -> str:
-    """Return the URI without user and password, safe to print or store."""
+    """Return the URI without user and password, which is safe to print or store."""
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
         return uri
@@ -55,7 +55,7 @@ def now_ms() -> int:
 
 
 def quiet_environment() -> None:
-    """Shorten MLflow's retries against a dead server, and switch off its usage reports and migration logs.
+    """Shorten MLflow's retries when a server does not answer, and switch off its usage reports and migration logs.
 
     Values that the user has set are kept.
     """
@@ -81,28 +81,28 @@ def all_runs(client: MlflowClient, experiment_id: str, filter_string: str, order
 
 
 def one_line(error: BaseException) -> str:
-    """Format an exception as one short line: type, then the first line of its message."""
+    """Format an exception as one short line: its type and the first line of its message."""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message}"[:300]
 
 
 def entity_key(name: str) -> str:
-    """Sanitize a metric or parameter name for MLflow: invalid characters become underscores; at most 250 characters."""
+    """Make a valid metric or parameter name for MLflow: invalid characters become underscores, at most 250 are kept."""
     return re.sub(r"[^/\w.\- :]", "_", name).strip("/")[:250]
 
 
 def is_chart_key(name: str) -> bool:
-    """Return whether a metric of this name only repeats another metric for a chart."""
+    """Return whether a metric of this name only repeats another one for a chart."""
     return _CHART_KEY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class ChartKeys:
-    """Names of the metrics that the charts of one evaluation set use; `unit` is the unit of compute.
+    """Names of the metrics in the charts of one evaluation set. `unit` is the unit of compute.
 
-    `rate` and `x` cover the evaluations at compute above 0, `start` the evaluation at 0, and `whole` all evaluations.
-    MLflow labels an axis with the metric's name, so the names of the axes (`log10`, `compute`) contain the unit. The
-    name of `whole` begins with a capital, so that its section comes first on a run's page.
+    `rate` and `x` are the evaluations at compute above 0, `start` is the evaluation at compute 0, and `whole` is all
+    evaluations. MLflow labels an axis with the metric's name, so the names of the axes (`log10`, `compute`) contain the
+    unit. The name of `whole` begins with a capital, so that its section comes first on a run's page.
     """
 
     eval_set: str
@@ -130,10 +130,10 @@ class ChartKeys:
 
     @property
     def log10(self) -> str:
-        """Name, with the unit, of the metric with the decimal logarithm of compute at the evaluations of `rate`."""
+        """Name, with the unit, of the metric with the decimal logarithm of compute at the evaluations in `rate`."""
         return entity_key(f"eval/{self.eval_set}/log10 compute in {self.unit}")
 
     @property
     def compute(self) -> str:
-        """Name, with the unit, of the metric with the compute at the evaluations of `whole`."""
+        """Name, with the unit, of the metric with the compute at the evaluations in `whole`."""
         return entity_key(f"eval/{self.eval_set}/compute in {self.unit}")

@@ -38,7 +38,7 @@ Array = npt.NDArray[np.float64]
 
 RANKING_FILE = "ranking.json"
 RATIO_KEY = "rank/times_compute"
-# Largest number of lines that a view lists as collapsed, so that the view has at most 4,000 characters.
+# Largest number of lines that a view lists as collapsed, so that its state has at most 4,000 characters.
 MAX_LINES = 200
 _NOTE_START = "[Scaling curves]("
 
@@ -50,10 +50,10 @@ class FitSummary:
     Attributes:
         curve_x, curve_y: log-spaced compute (not its logarithm), and the fitted pass rate there; None to draw no curve.
         band_low, band_high: ends of the band at `curve_x`.
-        label: the recipe's short name in the chart.
-        efficiency: compute to 90% of the way to the common asymptote of tied recipes.
+        label: short name of the recipe in the chart.
+        efficiency: compute to 90% of the gain up to the tied recipes' common asymptote.
         ratio: `efficiency` divided by the efficiency of the first recipe.
-        place_at_k: place in the ranking by pass@k at common compute.
+        place_at_k: the recipe's place by pass@k at common compute.
     """
 
     recipe: str
@@ -99,7 +99,7 @@ class FitSummary:
         return {key: float(v) for key, v in values.items() if v is not None and math.isfinite(v)}
 
     def tags(self) -> dict[str, str]:
-        """Return tags of the verdict, window and axis, and A's bounds ("open" for an open bound)."""
+        """Return tags with verdict, fitted range of compute, axis and A's bounds ("open" for an open bound)."""
         out = {"fit.verdict": self.verdict, "fit.axis": self.axis, "fit.reason": self.reason or "none"}
         out["fit.window"] = "none" if self.window is None else f"{self.window[0]:.6g} to {self.window[1]:.6g}"
         metrics = self.metrics()
@@ -108,7 +108,7 @@ class FitSummary:
         return out
 
     def curve(self) -> dict[str, Array] | None:
-        """Return the columns x (log10), fit and, with a band, low and high, at finite points; None without a point."""
+        """Return the columns x (log10 of compute), fit and, with a band, low and high; None without finite points."""
         if self.curve_x is None or self.curve_y is None:
             return None
         columns = {"x": np.asarray(self.curve_x, float), "fit": np.asarray(self.curve_y, float)}
@@ -122,7 +122,7 @@ class FitSummary:
 
 @dataclass(frozen=True)
 class Published:
-    """Links to the saved views (fragments to append to the interface's address), and ids of fit runs by recipe."""
+    """Links to the saved views, to be appended to the interface's address, and the id of each recipe's fit run."""
 
     link: str
     recipes_link: str
@@ -140,16 +140,16 @@ def publish(
     artifacts: Iterable[str | Path] = (),
     at_k: str = "",
 ) -> Published:
-    """Publish fits, bands, ranking and saved views of one sweep to MLflow, and remove earlier publications.
+    """Publish fits, bands, ranking and saved views of one study to MLflow, and remove earlier publications.
 
-    The new runs are complete before the earlier ones are deleted, so a failure midway keeps the old chart. Each member
-    gets the `fit/*` metrics and tags of its recipe, so that members can be sorted by them. The step of these metrics is
-    the number of publications so far.
+    The new runs are complete before the earlier ones are deleted, so that a failure midway leaves the old chart. Each
+    member gets the `fit/*` metrics and tags of its recipe, so that members can be sorted by them. The step of these
+    metrics is the number of publications so far.
 
     Args:
         fits: summaries of the fits.
         tracker: client of the store.
-        sweep: sweep with its MLflow ids.
+        sweep: the study with its MLflow ids.
         eval_set: evaluation set of the fits.
         ranking: rows of the ranking, stored as a table of the parent run.
         artifacts: files to store with the parent run.
@@ -195,17 +195,20 @@ def publish(
 
 @dataclass(frozen=True)
 class _Lines:
-    """Labels and colours of a sweep's lines in the chart, by recipe."""
+    """Labels and colours of a study's lines in the chart, by recipe."""
 
     labels: Mapping[str, str]
     colours: Mapping[str, str]
 
     def value(self, recipe: str, what: str) -> str:
-        """Return the value of the tag `line` for a line of a recipe; what: "fit", or a text that names the seed."""
+        """Return the value of the tag `line` for one line of a recipe.
+
+        `what` is "fit", or a text that names the seed.
+        """
         return line_value(f"{self.labels.get(recipe, recipe)} {what}", self.colours[recipe])
 
     def tags(self, member: Run) -> dict[str, str]:
-        """Return the tag `line` of a member and, if the member has no colour yet, the tag of its colour."""
+        """Return the tag `line` of a member and, if the member has no colour yet, the tag for its colour."""
         own_tags = member.data.tags
         what = own_tags.get("series", "").removeprefix(f"{own_tags['recipe']} ") or member.info.run_id
         tags = {LINE_TAG: self.value(own_tags["recipe"], what)}
@@ -213,7 +216,7 @@ class _Lines:
 
 
 def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
-    """Return the lines of all recipes, in the colours that their members already have."""
+    """Return the lines of all recipes. Recipes keep the colours that their members already have."""
     recipes = [run.data.tags["recipe"] for run in reversed(members)] + [fit.recipe for fit in fits]
     labels = {fit.recipe: fit.label or fit.recipe for fit in fits}
     counts = Counter(run.data.tags.get("baseline") for run in members)
@@ -224,7 +227,7 @@ def _lines(fits: Sequence[FitSummary], members: Sequence[Run]) -> _Lines:
 def _fit_runs(
     fit: FitSummary, tracker: Tracker, sweep: TrackedSweep, keys: ChartKeys, lines: _Lines, created: list[str]
 ) -> str:
-    """Create the fit run and the band runs of one recipe; return the fit run's id, and append all ids to `created`."""
+    """Create the fit run and the band runs of one recipe. Return the fit run's id, and append all ids to `created`."""
     from mlflow.entities import Metric, Param
 
     curve = fit.curve()
@@ -250,7 +253,8 @@ def _fit_runs(
             fit_id = run_id
             metrics += [Metric(key, value, at, 0) for key, value in fit.metrics().items()]
         elif fit.rank is not None:
-            metrics.append(Metric(RANK_KEY, fit.rank, at, 0))  # a band is sorted with its fit
+            # A band has the rank of its fit, so that both are sorted together.
+            metrics.append(Metric(RANK_KEY, fit.rank, at, 0))
         if curve is not None:
             columns = {keys.x: curve["x"], keys.log10: curve["x"], keys.compute: 10 ** curve["x"]}
             columns[BAND_KEY] = curve[name] if name != "fit" else _centred(curve)
@@ -269,7 +273,7 @@ def _fit_runs(
 
 
 def _centred(curve: Mapping[str, Array]) -> Array:
-    """Return values such that their mean with both ends of the band is the fitted curve, clipped to the band.
+    """Return values whose mean with both ends of the band is the fitted curve, clipped to the band.
 
     MLflow draws the line of a group as the mean of its runs. If the curve itself was one of these runs, the line would
     be above the curve wherever the band is wider above than below.
@@ -281,14 +285,13 @@ def _centred(curve: Mapping[str, Array]) -> Array:
 
 
 def _log(tracker: Tracker, run_id: str, metrics: Sequence[Metric]) -> None:
-    """Send metrics in requests of the size that MLflow accepts."""
     for start in range(0, len(metrics), 1000):
         tracker.client.log_batch(run_id, metrics=metrics[start : start + 1000])
 
 
 @dataclass(frozen=True)
 class _Points:
-    """Evaluations of a member in MLflow: `log10` and `rate` at compute above 0, `compute` and `whole` for all."""
+    """Evaluations of a member in MLflow: `log10`, `rate` at compute above 0; `compute`, `whole` at all compute."""
 
     log10: list[float]
     rate: list[float]
@@ -297,10 +300,10 @@ class _Points:
 
 
 def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
-    """Return the evaluations of a member, and log metrics of the charts that are missing in MLflow.
+    """Return the evaluations of a member, after logging metrics of the charts that MLflow lacks.
 
-    The compute axes are logged only here, at exactly the steps of the metrics drawn over them. Runs that an earlier
-    version has sent get their whole curve here too. Stored values are not changed.
+    The metrics of the compute axes are logged only here, at exactly the steps of the metrics drawn over them. Runs sent
+    by an earlier version get their whole curve here too. Stored values are not changed.
     """
     from mlflow.entities import Metric
 
@@ -313,8 +316,8 @@ def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
     wanted = [(keys.log10, point, x) for point, x in positive]
     wanted += [(keys.compute, point, compute) for point, compute in all_points]
     wanted += [(keys.whole, point, point.value) for point, _ in all_points]
-    # Give the member an empty value of the chart's first metric, by which fits are drawn. The evaluations are then the
-    # run's second metric in the chart, and MLflow draws only a second metric dashed.
+    # The chart's first metric is that of the fits. A member gets an empty value of it, so that its evaluations are its
+    # second metric, which MLflow draws dashed.
     wanted += [(BAND_KEY, point, math.nan) for point, _ in positive[:1]]
     stored = {(key, point.step) for key in (keys.log10, keys.compute, keys.whole, BAND_KEY) for point in history(key)}
     missing = [
@@ -332,7 +335,7 @@ def _complete_points(member: Run, tracker: Tracker, keys: ChartKeys) -> _Points:
 
 
 def _copy_to_member(fit: FitSummary, tracker: Tracker, member: Run, count: int, more_tags: Mapping[str, str]) -> None:
-    """Copy the metrics `fit/*` and `rank/*` that have changed to a member run.
+    """Copy those of a recipe's metrics `fit/*` and `rank/*` that have changed to a member run.
 
     A metric that the new fit lacks becomes NaN, because a table would otherwise show, and sort by, the earlier value. A
     tag lists such metrics.
@@ -359,7 +362,7 @@ def _ranking_table(ranking: Sequence[Mapping[str, Any]], tracker: Tracker, sweep
 
 
 def _cell(value: Any) -> Any:
-    """Convert a value to a cell of a table: a JSON scalar, or JSON text; None for numbers that are not finite."""
+    """Convert a value to a table cell: a JSON scalar, or JSON text; None for numbers that are not finite."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -368,7 +371,7 @@ def _cell(value: Any) -> Any:
 
 
 def _ranges(fits: Sequence[FitSummary], points: Sequence[_Points]) -> tuple[ChartRange, ChartRange]:
-    """Return the ranges, over log10 of compute and over compute, that cover points, curves and bands."""
+    """Return the axis ranges of the charts over log10 of compute and over compute, which cover all that is drawn."""
     curves = [curve for fit in fits if (curve := fit.curve())]
     log10 = [x for member in points for x in member.log10] + [x for curve in curves for x in curve["x"].tolist()]
     compute = [x for member in points for x in member.compute] + [
@@ -391,11 +394,11 @@ def _views(
     keys: ChartKeys,
     lines: _Lines,
 ) -> Published:
-    """Save the views as tags of the experiment, and write their links into the first line of the experiment's note."""
+    """Save the views as tags of the experiment, and write links to them into the first line of its note."""
     client, experiment_id = tracker.client, sweep.experiment_id
     fitted = [set(fit.metrics()) for fit in fits if "fit/A" in fit.metrics()] or [set()]
     order = ("fit/log10_C_mid", "fit/B", "rank/p_best", "fit/A_low", "fit/A_high", "fit/A")
-    # Only metrics that all recipes have: a recipe without a metric would not be drawn.
+    # A recipe without one of the metrics would not be drawn: keep those that all recipes have.
     charted = [key for key in order if key in set.intersection(*fitted)]
     keys_shown = (RANK_KEY, "rank/p_best", "fit/A", "fit/A_low", "fit/A_high", keys.whole, RATIO_KEY)
     columns = [f"metrics.`{key}`" for key in keys_shown]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 CURSOR_FILE = "mlflow_shipped.json"
-MAX_METRICS = 1000  # metrics per request: MLflow's limit; with names of 250 characters they also stay below 1 MB
+MAX_METRICS = 1000  # MLflow's limit of metrics per request. With names of 250 characters they also stay below 1 MB.
 # Metrics of evaluations that no training step has.
 _OF_EVALUATIONS = ("eval/", "eval_cost/", "time/evaluate_s")
 MAX_PARAMS = 100
@@ -48,9 +48,10 @@ def points(record: Record, axis: str) -> dict[str, float]:
     """Return the metrics of one journal record by MLflow key.
 
     A train record sends its metrics outside `eval/`. An eval record sends its metrics in `eval/` and the cost of the
-    evaluation. So no key comes from both. A pass rate at compute C > 0 is accompanied by `eval/<set>/log10_compute`. At
-    C = 0 it becomes `eval/<set>/initial_pass_rate`, because the chart pairs x and y by index, and C = 0 has no
-    logarithm. Every pass rate is also sent as `Pass rate/<set>`, the whole curve, which a run's page shows first.
+    evaluation, so that no key comes from both. A pass rate at compute C > 0 is accompanied by
+    `eval/<set>/log10_compute`. At C = 0 it becomes `eval/<set>/initial_pass_rate`, because the chart pairs x and y by
+    index, and 0 has no logarithm. Every pass rate is also sent as `Pass rate/<set>`, the whole curve, which a run's
+    page shows first.
 
     Raises:
         UserError: an evaluation lacks the compute axis.
@@ -58,7 +59,7 @@ def points(record: Record, axis: str) -> dict[str, float]:
     finite = {key: float(value) for key, value in record.metrics.items() if math.isfinite(value)}
     if record.kind != "eval":
         return {entity_key(k): v for k, v in finite.items() if not k.startswith("eval/")}
-    # A run's page lists metrics in the order received: send the pass rate first.
+    # A run's page lists metrics in the order received, and the pass rate should be first.
     out = {ChartKeys(m[1], unit="").whole: value for key, value in finite.items() if (m := PASS_RATE.fullmatch(key))}
     for key, value in finite.items():
         match = PASS_RATE.fullmatch(key)
@@ -82,7 +83,7 @@ def points(record: Record, axis: str) -> dict[str, float]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a resolved configuration as parameters by dotted key; lists are encoded as JSON."""
+    """Return a resolved configuration as parameters by dotted key. Lists are encoded as JSON."""
     texts = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in flatten_config(config).items()}
     return {entity_key(key): text[:MAX_PARAM_CHARS] for key, text in texts.items()}
 
@@ -94,14 +95,14 @@ def ship(
     axis: str = DEFAULT_AXIS,
     view: JournalView | None = None,
 ) -> int:
-    """Send the durable records of one run's journal that MLflow lacks; return the number of metric values.
+    """Send the durable records of one run's journal that MLflow lacks. Return the number of metric values sent.
 
     Points have the time (ms) and optimizer step of the journal. `mlflow_shipped.json` is written after each successful
     request. `config.yaml` is sent as parameters and, like `semantics.json`, as an artifact. MLflow cannot overwrite a
     parameter that has changed, such as the budget of a continued run: its new value becomes the tag `config.<key>`.
 
     Raises:
-        JournalError: the journal does not exist yet, or is broken.
+        JournalError: the journal does not exist yet, or is damaged.
         UserError: an evaluation lacks the axis, or the run's earlier points were sent with another axis.
         Exception: the store does not answer (any error of MLflow's client); call again later.
     """
@@ -147,7 +148,6 @@ def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
 
 
 def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tuple[str, int]]:
-    """Return the (key, step) pairs that the MLflow run already has."""
     present = keys & set(client.get_run(mlflow_run_id).data.metrics)
     return {
         (key, int(point.step)) for key in sorted(present) for point in client.get_metric_history(mlflow_run_id, key)
@@ -157,10 +157,10 @@ def _stored(client: MlflowClient, mlflow_run_id: str, keys: set[str]) -> set[tup
 def _batches(
     unsent: Sequence[tuple[Record, dict[str, float]]], stored: set[tuple[str, int]]
 ) -> Iterator[tuple[list[Metric], dict[str, int]]]:
-    """Split records into requests within MLflow's limits; a record's x and y stay together.
+    """Split records into requests within MLflow's limits. A record's x and y stay together.
 
     Yields:
-        The metrics of a request, and the step up to which all records are sent after it, by kind.
+        The metrics of a request, and by kind of record the step up to which all records have then been sent.
     """
     from mlflow.entities import Metric
 
@@ -182,7 +182,7 @@ def _batches(
 
 
 def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped: dict[str, str]) -> bool:
-    """Send parameters and artifacts from a run's changed files; return whether anything was sent."""
+    """Send parameters and artifacts from those of a run's files that changed. Return whether anything was sent."""
     changed = False
     for name in (CONFIG_FILE, SEMANTICS_FILE):
         try:
@@ -196,7 +196,7 @@ def _ship_files(run_dir: Path, client: MlflowClient, mlflow_run_id: str, shipped
             try:
                 config = yaml.safe_load(content)
             except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # the file is half written: the next call sends it
+                continue  # The file is half written. The next call sends it.
             _ship_params(client, mlflow_run_id, flatten(config or {}))
         client.log_artifact(mlflow_run_id, str(run_dir / name))
         shipped[name] = digest

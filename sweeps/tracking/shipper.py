@@ -17,28 +17,28 @@ from sweeps.tracking.common import now_ms, one_line, without_credentials
 from sweeps.tracking.ship import ship, shipped
 from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker
 
-# MLflow's error codes that concern one run and not the store: retrying does not help.
+# MLflow's error codes that concern one run instead of the store, for which retrying does not help.
 _RUN_ERRORS = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "BAD_REQUEST")
 
 _log = logging.getLogger(__name__)
 
 
 class Shipper:
-    """Thread that sends the journals of a sweep's members to their MLflow runs.
+    """Thread that sends the journals of a study's members to their MLflow runs.
 
     If the store does not answer, this is logged once, and the thread retries with growing pauses. No error reaches the
-    controller, and unsent records are sent when the store answers again. A problem with one run (deleted in MLflow,
-    broken journal) is logged once and does not affect other runs.
+    controller. Unsent records are sent when the store answers again. A problem with one run (deleted in MLflow, damaged
+    journal) is logged once and does not affect other runs.
 
     Args:
         tracker: client of the store.
-        sweep: sweep to send; members added later are included.
+        sweep: study to send; members added later are included.
         interval_s: seconds between passes over all members.
         max_pause_s: longest pause during an outage, in seconds.
 
     Attributes:
-        outage: error of the last pass if the store did not answer; else None.
-        troubles: problem of each run that has one, by identity.
+        outage: error of the last pass if the store did not answer, else None.
+        troubles: problem of each run that has one, by the run's identity.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Shipper:
             self._thread.start()
 
     def stop(self, final: bool = True, timeout_s: float = 120.0) -> bool:
-        """Stop the thread; with `final`, then send all durable records. Return whether MLflow has everything.
+        """Stop the thread and, with `final`, send all durable records. Return whether MLflow has everything.
 
-        An unavailable store is tried up to three times within `timeout_s` seconds. Unsent records stay in the journals;
-        the next start, or `scalerl publish`, sends them.
+        A store that does not answer is tried up to three times within `timeout_s` seconds. Unsent records stay in the
+        journals; the next start, or `scalerl publish`, sends them.
         """
         deadline = time.monotonic() + timeout_s
         self._stopping = True
@@ -84,7 +84,7 @@ class Shipper:
                 return False
             self._thread = None
         complete = False
-        self._stamps.clear()  # try runs with problems once more
+        self._stamps.clear()  # runs with problems are tried once more
         for attempt in range(3 if final else 0):
             complete = self.run_once()
             if self.outage is None or time.monotonic() + 2**attempt > deadline:
@@ -96,7 +96,7 @@ class Shipper:
         return complete
 
     def set_status(self, run: str, status: str, tags: Mapping[str, str | None] | None = None) -> None:
-        """Queue a status and tags for the next pass; `run` is a member's identity hash, or the sweep's key.
+        """Queue a status and tags for the next pass. `run` is a member's identity, or the study's key.
 
         A tag with the value None is removed.
 
@@ -112,7 +112,7 @@ class Shipper:
         self._wake.set()
 
     def run_once(self) -> bool:
-        """Run one pass over all members; return whether all durable records have been sent. Never raises."""
+        """Run one pass over all members. Return whether all durable records have been sent. Never raises."""
         with self._pass:
             try:
                 complete = all([self._ship_member(run) for run in list(self.sweep.members)])
@@ -133,7 +133,7 @@ class Shipper:
         while not self._stopping:
             self.run_once()
             pause = self.interval_s if self.outage is None else min(2 * pause, self.max_pause_s)
-            # During an outage a new status must not shorten the pause.
+            # A new status must not shorten the pause during an outage.
             if self.outage is None:
                 self._wake.wait(pause)
                 self._wake.clear()
@@ -143,7 +143,7 @@ class Shipper:
                     time.sleep(min(0.2, pause))
 
     def _ship_member(self, run: str) -> bool:
-        """Send the new records of one member; return False if the run has a problem.
+        """Send the new records of one member. Return False if the run has a problem.
 
         Raises:
             Exception: the store does not answer (any error of MLflow's client).
@@ -178,7 +178,6 @@ class Shipper:
         return False
 
     def _send(self, run: str, tracked: TrackedMember) -> None:
-        """Send the new durable records of a member's journal."""
         run_dir, run_id = tracked.member.run_dir, tracked.mlflow_run_id
         if run_id not in self._tails:
             self._tails[run_id] = JournalTail(run_dir)
@@ -187,12 +186,12 @@ class Shipper:
         view = tail.update()
         ship(run_dir, self.tracker.client, run_id, self._axis(tracked, view.header), view)
         if view.status == "finished":
-            del self._tails[run_id]  # to save memory: of thousands of members, only a few run at one time
+            del self._tails[run_id]  # saves memory: of thousands of members, only a few run at one time
         else:
             tail.forget(shipped(run_dir, run_id))
 
     def _axis(self, tracked: TrackedMember, header: Mapping[str, Any]) -> str:
-        """Return the compute axis of a run by its device in the journal's header, and correct wrong tags.
+        """Return the compute axis of a run, by the device in its journal's header, and correct tags with a wrong axis.
 
         The controller could only guess the device: a login node may have no GPU, and a job may not use its GPU.
         """
@@ -208,7 +207,7 @@ class Shipper:
         return axis
 
     def _apply_status(self, run: str) -> bool:
-        """Send the queued status and tags of a run or the sweep; return False if the run has a problem."""
+        """Send the queued status and tags of a run or the study. Return False if the run has a problem."""
         with self._lock:
             wanted = self._statuses[run]
         run_id = self.sweep.parent_id if run == self.sweep.key else self.sweep.members[run].mlflow_run_id

@@ -1,4 +1,4 @@
-"""Create runs in MLflow's store: one experiment per study, one parent run per sweep, one child run per member.
+"""Create runs in MLflow's store: one experiment per study name, one parent run per study, one child run per member.
 
 The controller creates everything before any job starts. Otherwise several jobs could create SQLite's schema and the
 experiment at the same time, and each requeue of a job would create its run again.
@@ -36,7 +36,7 @@ STATUSES = ("SCHEDULED", "RUNNING", "FINISHED", "FAILED", "KILLED")
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a sweep.
+    """One member of a study.
 
     Attributes:
         run: identity of the run.
@@ -62,7 +62,7 @@ class TrackedMember:
 
 @dataclass
 class TrackedSweep:
-    """A sweep with its MLflow ids; `key` is the value of the tag `scalerl.sweep` of all its runs."""
+    """A study with its MLflow ids. `key` is the value of the tag `scalerl.sweep` of all its runs."""
 
     directory: Path
     key: str
@@ -78,7 +78,7 @@ class Tracker:
     Args:
         uri: `sqlite:///path` (artifacts go to `mlartifacts` next to the file), a server, or another database.
         experiment: name of the experiment, the study's name.
-        axis: compute axis of the journal for `eval/<set>/log10_compute`.
+        axis: compute axis in the journal from which `eval/<set>/log10_compute` is computed.
 
     Raises:
         UserError: MLflow cannot open the URI. From methods: the store cannot be reached.
@@ -95,11 +95,11 @@ class Tracker:
 
     @property
     def client(self) -> MlflowClient:
-        """MLflow's client, made at first use, which imports mlflow and creates the schema of a database."""
+        """MLflow's client. Its first use imports mlflow and creates the schema of a database."""
         if self._client is None:
             quiet_environment()
             if self.uri != without_credentials(self.uri):
-                # MLflow prints the address of every run that ends, including a login in it.
+                # MLflow prints the address of every run that ends, with a login that it contains.
                 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
             from mlflow import MlflowClient
 
@@ -117,7 +117,7 @@ class Tracker:
 
     @contextmanager
     def reaching(self, doing: str) -> Iterator[None]:
-        """In a `with` block, convert any error of MLflow's client to a UserError with the store and the remedy."""
+        """In a `with` block, convert any error of MLflow's client to a UserError that names the store and a remedy."""
         try:
             yield
         except UserError:
@@ -129,7 +129,7 @@ class Tracker:
             ) from error
 
     def prepare(self) -> str:
-        """Create schema and experiment if missing, and return the experiment's id; safe in concurrent processes."""
+        """Create schema and experiment if missing, and return the experiment's id. Safe in concurrent processes."""
         with self.reaching("opening the store"):
             client = self.client
             with self._schema_lock:
@@ -164,10 +164,10 @@ class Tracker:
         name: str | None = None,
         reopen: bool = True,
     ) -> TrackedSweep:
-        """Create the sweep's parent run and one child run per member, or find the existing ones.
+        """Create the study's parent run and one child run per member, or find the existing ones.
 
-        Ids are stored in `<sweep_dir>/mlflow.json`. Runs are also found by their tags, so that runs which a killed
-        controller has created are not created again. With `reopen`, the parent run of an existing sweep gets the status
+        Ids are stored in `<sweep_dir>/mlflow.json`. Runs are also found by their tags, so that the runs that a killed
+        controller has created are not created again. With `reopen`, the parent run of an existing study gets the status
         RUNNING. Existing members keep their status; new members are SCHEDULED.
 
         Raises:
@@ -179,7 +179,7 @@ class Tracker:
         store = f"{without_credentials(self.uri)}#{self.experiment}"
         known = read_json(directory / IDS_FILE)
         entry = known.setdefault("stores", {}).setdefault(store, {})
-        if "sweep" not in entry:  # store the key before any run is created with it
+        if "sweep" not in entry:  # the key is stored before any run is created with it
             entry["sweep"] = uuid.uuid4().hex[:12]
             write_json(directory / IDS_FILE, known)
         sweep = TrackedSweep(directory, entry["sweep"], name or directory.name, experiment_id, "")
@@ -240,12 +240,12 @@ class Tracker:
         write_json(sweep.directory / IDS_FILE, known)
 
     def sweep_runs(self, sweep: TrackedSweep) -> list[Run]:
-        """Return all runs of a sweep that are not deleted, newest first."""
+        """Return all runs of a study that are not deleted, newest first."""
         wanted = f"tags.`{SWEEP_TAG}` = '{sweep.key}'"
         return all_runs(self.client, sweep.experiment_id, wanted, "attributes.start_time DESC")
 
     def set_status(self, mlflow_run_id: str, status: str, at_ms: int | None = None) -> None:
-        """Set a run's status: RUNNING reopens it; FINISHED, FAILED and KILLED end it (at `at_ms`, or now).
+        """Set a run's status. RUNNING reopens the run; FINISHED, FAILED and KILLED end it (at `at_ms`, or now).
 
         Raises:
             UserError: the status does not exist, or the store cannot be reached.
@@ -273,11 +273,11 @@ class Tracker:
 
 
 def run_colours(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the colour of each recipe's oldest member, by recipe; `runs` must be sorted newest first."""
+    """Return the colour of each recipe's oldest member, by recipe. `runs` must be sorted newest first."""
     tags = [run.data.tags for run in runs if run.data.tags.get("kind") == "member"]
     return {entry["recipe"]: entry[RUN_COLOUR_TAG] for entry in tags if {"recipe", RUN_COLOUR_TAG} <= entry.keys()}
 
 
-# Tag with the reason why the study stopped a member.
+# Tag for the reason why the study stopped a member.
 STOPPED_TAG = "stopped.reason"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}

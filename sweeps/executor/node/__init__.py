@@ -1,6 +1,6 @@
-"""Run members on the nodes of a cluster of any kind, which share the study's directory with the controller.
+"""Run members on the nodes of any kind of cluster. The nodes share the study's directory with the controller.
 
 `manifest` is written before members are submitted. On a node, the code for the kind of cluster calls `entry.run_task`,
-which runs one member and writes its `attempts` record. `ending` finds out from that record and the logs why a job
+which runs one member and writes its `attempts` record. `ending` finds out from this record and the logs why a job
 ended.
 """

@@ -1,7 +1,7 @@
-"""Attempt records of a run: each start of a job writes one small file about when it began and how it ended.
+"""Attempt records of a run: one small file per start of a job, which says when it began and how it ended.
 
 `runs/<identity>/attempts/<job>-<restart>-<submission>.jsonl` gets a line when the attempt begins, and another when it
-ends. Each file has one writer: two copies of a job on two nodes never append to the same file.
+ends. Each start has its own file, so that two copies of a job on two nodes never append to the same one.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ ATTEMPTS_DIR = "attempts"
 
 @dataclass(frozen=True)
 class Attempt:
-    """One job's work on a run.
+    """One start of a job that runs a member.
 
     Attributes:
-        submission, job, restart: name of the submission, the cluster's id of the job, and the job's restart count,
-            because a requeued job keeps its id.
+        submission, job, restart: name of the submission, the cluster's id of the job, and how often the job was
+            restarted (a requeued job keeps its id).
         node: name of the node, as the cluster knows it.
-        began, ended: seconds by the node's clock, for display. `ended` is None while the attempt runs, or if it was
-            killed.
+        began, ended: seconds by the node's clock, for display; `ended` is None if no end is recorded.
         step: step of the checkpoint from which the attempt resumed; -1 if it started without a checkpoint.
-        outcome: `finished`, `failed`, `interrupted` (saved, asked for a requeue), `stopped` (saved, no requeue); None
-            if the attempt has recorded no end.
+        outcome: `finished`, `failed`, `interrupted` (saved; requeue requested), `stopped` (saved; no requeue); None if
+            no end is recorded.
         kind, reason: kind of failure and message of an attempt that failed or was interrupted; None otherwise.
-        culprit: node of the rank that failed first, if that rank recorded its failure; None otherwise.
-        number: number of the attempt, from 1. Attempts that began at the same time may have the same number. 0 in files
-            of earlier versions.
+        culprit: node of the rank that failed first, if that rank recorded its failure; else None.
+        number: number of the attempt, from 1; 0 in files of earlier versions. Attempts that began at the same time may
+            have the same number.
     """
 
     submission: str
@@ -55,7 +54,7 @@ class Attempt:
 
     @property
     def failure(self) -> tuple[str | None, str | None] | None:
-        """Kind and reason of the failure; (None, None) if the attempt finished; None if it has recorded no end."""
+        """Kind and reason of the failure; (None, None) if the attempt finished; None if no end is recorded."""
         if self.outcome == "finished":
             return None, None
         if self.outcome == "interrupted":
@@ -66,7 +65,7 @@ class Attempt:
 
 
 def log_mark(submission: str, job: str, restart: int) -> str:
-    """Return the line that marks the start of an attempt in the logs, to which all attempts of a run append."""
+    """Return the line that an attempt writes to the run's logs when it starts, since all attempts append to them."""
     return f"--- job {job}, start {restart} ({submission})"
 
 
@@ -76,7 +75,7 @@ class AttemptLog:
     Args:
         run_dir: the run's folder.
         submission, job, restart, node: see `Attempt`.
-        clock: seconds of the node's clock, replaceable in tests.
+        clock: seconds by the node's clock; tests replace it.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class AttemptLog:
         self._identity = {"submission": submission, "job": job, "restart": restart, "node": node}
 
     def begin(self, step: int) -> None:
-        """Record that the member is about to run, from the checkpoint at `step`."""
+        """Record that the member is about to run from the checkpoint at `step`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         number = 1 + max((each.number for each in attempts(self._run_dir)), default=0)
         self._write({**self._identity, "number": number, "began": self._clock(), "step": step})
@@ -104,7 +103,7 @@ class AttemptLog:
         self._write({"ended": self._clock(), "outcome": outcome, "kind": kind, "reason": reason and redact(reason)})
 
     def record_follower_failure(self, rank: int, kind: str, reason: str) -> None:
-        """Record that a rank other than rank 0 failed, in a separate file because each file has one writer."""
+        """Record that a rank other than 0 failed. It gets its own file, because each file has only one writer."""
         entry = {"ended": self._clock(), "outcome": "failed", "kind": kind, "reason": redact(reason)}
         entry["culprit"] = self._identity["node"]
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +114,7 @@ class AttemptLog:
 
 
 def attempts(run_dir: Path) -> list[Attempt]:
-    """Read all attempts at a run, in the order in which they began; unreadable files are skipped."""
+    """Read all attempts at a run, in the order in which they began. Unreadable files are skipped."""
     try:
         paths = list((run_dir / ATTEMPTS_DIR).iterdir())
     except OSError:
@@ -130,10 +129,10 @@ def attempts(run_dir: Path) -> list[Attempt]:
         except OSError:
             continue
         for line in lines:
-            # A cluster may start a job again without counting the restart: use the later start.
+            # A cluster may start a job again without counting a restart. The later start then replaces the earlier one.
             entry = dict(line) if "began" in line else {**entry, **line}
         if entry.get("kind") in PEER_FAILURES or "outcome" not in entry:
-            entry |= _follower_failure(path)  # another rank failed first, and recorded the cause
+            entry |= _follower_failure(path)  # if another rank failed first, it has recorded the cause
         if "began" in entry:
             with suppress(TypeError, ValueError):
                 attempt = Attempt(**entry)
@@ -144,8 +143,8 @@ def attempts(run_dir: Path) -> list[Attempt]:
 def _sorted_attempts(unsorted: Sequence[Attempt]) -> list[Attempt]:
     """Sort attempts by number, and the starts of one job by restart count.
 
-    The restart count is needed because a start may not see the file of the previous start yet, and then gets the same
-    number. Attempts without numbers are sorted by job id, which grows, then by restart count.
+    A start that does not see the file of the previous start yet gets the same number, so the restart count is needed
+    too. Attempts without numbers are sorted by job id, which grows, then by restart count.
     """
     newest: dict[tuple[str, str], int] = {}
     keyed = []
@@ -158,7 +157,7 @@ def _sorted_attempts(unsorted: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _follower_failure(path: Path) -> dict[str, Any]:
-    """Return the failure that a rank other than 0 recorded next to an attempt's file; empty without one."""
+    """Return the failure that a rank other than 0 recorded next to an attempt's file; empty if there is none."""
     for other in sorted(path.parent.glob(f"{path.stem}.rank*")):
         if entry := read_json(other):
             return entry

@@ -13,14 +13,14 @@ from sweeps.run.journal import LOG_FILE
 from sweeps.run.progress import is_done, trouble
 from sweeps.run.spec import budget_of
 
-# Failures that are reported even for a member that was asked to stop.
+# Failures that are reported even if the member was asked to stop.
 _ALWAYS_REPORTED = frozenset({"error", "out_of_memory", "disk_full"})
-# Number of bytes to read at the end of a log: enough for a crash of native code, which prints every thread's stack.
+# Bytes read at the end of a log. A crash of native code prints every thread's stack, which must fit.
 _LOG_TAIL = 1 << 16
 
 
 def newest_attempt(run_dir: Path, submission: str, job: str) -> Attempt | None:
-    """Return the attempt record of a job's newest start; None without a record."""
+    """Return the attempt record of a job's newest start; None if there is none."""
     starts = [attempt for attempt in attempts(run_dir) if (attempt.submission, attempt.job) == (submission, job)]
     return starts[-1] if starts else None
 
@@ -28,23 +28,23 @@ def newest_attempt(run_dir: Path, submission: str, job: str) -> Attempt | None:
 def outcome_of(
     member: Launch, kind: str | None, reason: str | None, attempt: Attempt | None, node: str | None
 ) -> Outcome:
-    """Return the outcome of an ended job, checked against the member's journal and stop file.
+    """Return the outcome of a job that has ended, after a look at the member's journal and stop file.
 
     Args:
-        member: the job's member.
+        member: member that the job ran.
         kind, reason: kind and message of the failure; None if the job finished.
-        attempt: the job's attempt record; None without a record.
-        node: node to blame for the failure; None for no node.
+        attempt: the job's attempt record; None if there is none.
+        node: node to blame for the failure; None if no node is to blame.
     """
     run, run_dir = member.run, member.run_dir
     if kind is None:
-        # If the job finished and the run is not done, then its journal is damaged or the budget was raised meanwhile.
+        # The job finished but the run is not done: its journal is damaged, or the budget was raised meanwhile.
         steps = budget_of(run_dir)
         if (steps is None or not is_done(run_dir, steps, run)) and (damage := trouble(run_dir, run)):
             return Outcome(run, 1, "error", damage)
         return Outcome(run, 0, "outgrown", KINDS["outgrown"][0], attempt.node if attempt else None)
     if kind not in _ALWAYS_REPORTED and (stop_reason := requested_stop(run_dir)):
-        # The study's request to stop takes precedence, so that the member is not retried.
+        # A request to stop takes precedence over the failure, so that the member is not retried.
         return Outcome(run, 1, "stopped", stop_reason)
     return Outcome(run, 1, kind, reason, node)
 
@@ -56,19 +56,19 @@ def last_log_lines(logs: Sequence[Path], lines: int = 5) -> str:
 
 
 def end_of_logs(logs: Sequence[Path], run_dir: Path, submission: str, job: str) -> str:
-    """Return the end of the logs of a job's last start: the batch logs, and the part of every rank's log."""
+    """Return the end of all logs of a job's last start: of the batch logs, and of every rank's log."""
     texts = [_tail(path)[0] for path in logs]
     starts = [each.restart for each in attempts(run_dir) if (each.job, each.submission) == (job, submission)]
     for path in [run_dir / LOG_FILE, *sorted(run_dir.glob("log.rank*.txt"))] if starts else []:
         text, is_whole = _tail(path)
         _, mark, after_mark = text.rpartition(log_mark(submission, job, max(starts)))
-        # Without the mark, the text belongs to earlier attempts, unless the mark is before the part that was read.
+        # No mark: the text is from earlier attempts, unless the mark is before the part that was read.
         texts.append(after_mark if mark or not is_whole else "")
     return "\n".join(texts)
 
 
 def _tail(path: Path) -> tuple[str, bool]:
-    """Return the end of a log, and whether that is the whole log."""
+    """Return the end of a log, and whether it is the whole log."""
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)

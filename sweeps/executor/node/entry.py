@@ -1,8 +1,8 @@
-"""Entry point on a node of a cluster: run one member of a submission as one task of a job.
+"""Entry point on a cluster's node: run one member of a submission, as one task of a job.
 
-SIGUSR2, the cluster's warning before a time limit or a preemption, and SIGTERM set a flag. The run then saves a
-checkpoint at the next step boundary, and this module asks for a requeue by creating a file, whose path the job's script
-exports.
+The cluster warns of a time limit or a preemption by SIGUSR2. This signal and SIGTERM request a stop: the run saves a
+checkpoint at its next step boundary. This module then creates a file, whose path the job's script exports, by which it
+asks that script for a requeue.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sweeps.run.job import Job, current, enter
 from sweeps.run.journal import LOG_FILE, covered_step
 from sweeps.terminal import counted
 
-# Variables that a job's script exports: path of the file that asks for a requeue, and time at which the job began.
+# Variables exported by a job's script: path of the file that asks for a requeue, and time at which the job began.
 REQUEUE_VARIABLE = "SCALERL_REQUEUE_FILE"
 BEGAN_VARIABLE = "SCALERL_BEGAN"
 
-# Exit code of a member that ran out of disk space: with a full disk it may be unable to write a record of the failure.
+# Exit code of a member that ran out of disk space, because it may be unable to write a record of this failure.
 DISK_FULL_CODE = errno.ENOSPC
 
 # A cluster may send its warning up to this many seconds earlier than requested.
@@ -55,14 +55,13 @@ def run_task(folder: Path, member: Path | int, job: Job) -> NoReturn:
 
 
 def _end_process(code: int) -> NoReturn:
-    """End this process by `os._exit`, because library threads that hang at exit would keep the allocation."""
+    """End this process by `os._exit`: a thread of a library that hangs at exit would keep the allocation."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _run(folder: Path, member: Path | int) -> int:
-    """Run the member and return the exit code."""
     began = time.time()
     try:
         manifest = wait_for_manifest(folder)
@@ -82,9 +81,9 @@ def _run(folder: Path, member: Path | int) -> int:
 
 
 def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: AttemptLog) -> int:
-    """Run the member as rank 0, which writes the attempt record, and return the exit code."""
+    """Run the member as rank 0, which writes the attempt record. Return the exit code."""
     step = checkpoint_step(run_dir)
-    # Read the earlier attempts first: once this attempt is recorded, it would be counted as idle.
+    # Read the earlier attempts first: this one, once recorded, would count as an attempt without a new checkpoint.
     earlier = attempts(run_dir)
     try:
         log.begin(step)
@@ -98,7 +97,7 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
             print(reason, flush=True)
             log.end("failed", "gave_up", reason)
             return 1
-        if asked := requested_stop(run_dir):  # asked while the job was queued
+        if asked := requested_stop(run_dir):  # the request came while the job was queued
             log.end("stopped", "stopped", asked)
             return 0
         _check_gpu()
@@ -110,13 +109,13 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
             return 0
         return _record_interruption(manifest, log, earlier, began, str(error))
     except BaseException as error:
-        # Write the record and the traceback separately: either may fail, for example on a full disk.
+        # Write record and traceback separately, because one of them may fail, for example on a full disk.
         kind = kind_of(error)
         reason = first_line(error)
-        # In a job with one task, `killed` means that the task lost its command or lease, not that another rank died.
+        # In a job with one task, `killed` does not mean that another rank died, but that its command or lease was lost.
         if kind == "killed" and current().step_tasks() > 1:
             reason = "another rank of the job died; its log is log.rank<number>.txt"
-        with suppress(OSError):  # with a full disk the exit code is the only record
+        with suppress(OSError):  # if the disk is full, the exit code is the only record
             log.end("failed", kind, reason)
         with suppress(OSError):
             print(failure_text(error), file=sys.stderr, flush=True)
@@ -128,8 +127,8 @@ def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: Attempt
 def _record_interruption(
     manifest: Mapping[str, Any], log: AttemptLog, earlier: list[Attempt], began: float, reason: str
 ) -> int:
-    """Record an interruption of a saved run, ask the job's script for a requeue, and return the exit code."""
-    # The same signal warns of a time limit and of a preemption: distinguish them by the time.
+    """Record the interruption of a run that has saved, request a requeue, and return the exit code."""
+    # The same signal warns of a time limit and of a preemption; the time shows which of them it is.
     kind = (
         "time_limit"
         if time.time() >= _time_limit_at(manifest, began) - manifest["signal_delay_s"] - _EARLY_S
@@ -149,7 +148,7 @@ def _record_interruption(
     try:
         log.end("interrupted", kind, reason)
         print(f"scalerl: saved ({reason}); asking for a requeue", flush=True)
-    except OSError as error:  # the checkpoint was saved nevertheless
+    except OSError as error:  # the checkpoint was saved all the same
         code = DISK_FULL_CODE if kind_of(error) == "disk_full" else 1
     if marker := os.environ.get(REQUEUE_VARIABLE):
         with suppress(OSError):
@@ -158,20 +157,20 @@ def _record_interruption(
 
 
 def _time_limit_at(manifest: Mapping[str, Any], began: float) -> float:
-    """Return the time in seconds at which the job's limit is reached, by this node's clock.
+    """Return the time in seconds, by this node's clock, at which the job reaches its time limit.
 
-    Of the cluster's start and end times only the difference is used, because the cluster's clock may be minutes off.
+    The cluster's clock may be minutes off, so only the difference of its start and end times is used.
 
     Args:
         manifest: the submission's manifest.
-        began: start of this process, after the set-up commands of the job; used if the job's script has not exported
-            its own start.
+        began: start of this process, after the job's set-up commands. It is used if the job's script has not exported
+            when it began itself.
     """
     return float(os.environ.get(BEGAN_VARIABLE) or began) + (current().length_s() or manifest["timeout_min"] * 60)
 
 
 def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptLog) -> int:
-    """Run the member as a rank other than 0, which records nothing unless it fails first; return the exit code."""
+    """Run the member as a rank other than 0, which records only its own failures; return the exit code."""
     try:
         _check_gpu()
         load_entry(manifest["entry"])(run_dir)
@@ -179,7 +178,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
         return 0
     except BaseException as error:
         print(failure_text(error), file=sys.stderr, flush=True)
-        # If this rank failed only because rank 0 has failed or is gone, do not record it: rank 0 records the cause.
+        # Do not record a failure that rank 0's failure or death has caused: rank 0 records the cause.
         if not getattr(error, "leave_journal", False) and (kind := kind_of(error)) not in PEER_FAILURES:
             with suppress(OSError):
                 log.record_follower_failure(rank, kind, f"rank {rank}: {first_line(error)}")
@@ -188,7 +187,7 @@ def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptL
 
 
 def idle_attempts(earlier: list[Attempt], step: int) -> int:
-    """Count the latest attempts in a row that began at the checkpoint of `step` and ended without a newer one."""
+    """Count the latest attempts in a row that began from the checkpoint of `step` and saved no newer one."""
     count = 0
     for attempt in reversed(earlier):
         if attempt.step != step or attempt.outcome not in (None, "interrupted"):
@@ -198,19 +197,19 @@ def idle_attempts(earlier: list[Attempt], step: int) -> int:
 
 
 def checkpoint_step(run_dir: Path) -> int:
-    """Return the step of the last checkpoint in the journal; -1 without a checkpoint or a journal."""
+    """Return the step of the last checkpoint in the journal; -1 if there is none."""
     step = covered_step(run_dir)
     return -1 if step is None else step
 
 
 def _check_gpu() -> None:
-    """Check for a GPU before a model is loaded, if the job requests one. Training checks again through the driver."""
+    """If the job requests a GPU, check for one before a model is loaded. Training checks again through the driver."""
     if REQUIRED in os.environ:
         check_gpu()
 
 
 def _log_to(path: Path) -> None:
-    """Redirect stdout and stderr to the run's log by file descriptor, so that output of native code is included."""
+    """Redirect stdout and stderr to the run's log, by file descriptor, so that output of native code is included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log, 1)

@@ -23,12 +23,12 @@ from sweeps.run.provenance import checkout
 JOBS_DIR = "jobs"
 MANIFEST_FILE = "submission.json"
 DIFF_FILE = "code.diff"
-# Seconds within which a file becomes visible on a node through a network file system.
+# Seconds within which a new file should become visible on another node of a network file system.
 _VISIBLE_S = 60.0
 
 
 def make_folder(study: Path, submission: str) -> Path:
-    """Make the folder of a submission, with mode 0700 because its scripts run as the owner."""
+    """Make the folder of a submission, with mode 0700, because the owner's jobs run its scripts."""
     folder = study.resolve() / JOBS_DIR / submission
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
@@ -43,11 +43,11 @@ def write_manifest(
     Args:
         folder: folder of the submission; its last part is the submission's name.
         members: members in the order of their jobs.
-        entry: `module:function`, called with a member's directory.
-        limits: `timeout_min`, a job's time limit; `signal_delay_s`, how many seconds before the limit a job is warned;
-            `max_num_timeout`, how often a member may reach the limit, None for any number; `gpus`, whether a job must
-            fail if it sees no GPU.
-        settings: all settings of the jobs, for people who read the file.
+        entry: `module:function` that runs one member, given the member's folder.
+        limits: `timeout_min`, a job's time limit; `signal_delay_s`, how many seconds before the limit it is warned;
+            `max_num_timeout`, how often a member may reach the limit (None: any number of times); `gpus`, whether a job
+            must fail if it sees no GPU.
+        settings: all settings of the jobs, only for people who read the file.
     """
     manifest = {
         "submission": folder.name,
@@ -62,7 +62,7 @@ def write_manifest(
 
 
 def freeze_code(folder: Path) -> dict[str, Any]:
-    """Return the code's commit, and write uncommitted changes to `code.diff`, redacted."""
+    """Return the code's commit, and write uncommitted changes, redacted, to `code.diff`."""
     here = checkout()
     if here is None:
         return {"commit": None}
@@ -73,7 +73,7 @@ def freeze_code(folder: Path) -> dict[str, Any]:
 
 
 def wait_for_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a submission on a node.
+    """Wait for the manifest of a submission to become visible on a node, and read it.
 
     Raises:
         FileNotFoundError: the manifest has not become visible within a minute.

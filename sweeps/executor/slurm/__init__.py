@@ -3,7 +3,7 @@
 On the login node, `executor` follows the jobs. `submitter` submits members in batches: `submission` writes the files
 that the jobs need, and `scheduler` calls SLURM, through `handover` and submitit. `ending` finds out why a job ended,
 from SLURM's answer, the job's attempt record, and the files that the job left (`job_artifacts`). On a compute node,
-submitit calls `job`, which runs one member with `node.entry`.
+submitit calls `job`, which runs one member through `node.entry`.
 
     executor -> submitter -> submission -> Request -> scheduler -> handover -> submitit -> sbatch
         ^                                                 |                                   |

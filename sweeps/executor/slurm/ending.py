@@ -1,4 +1,4 @@
-"""Find out why a job ended: from SLURM's description of the job, the job's attempt record, and its logs."""
+"""Find out why a job ended, from SLURM's description of the job, the job's attempt record, and its logs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _KIND_OF_STATE = {
     "REVOKED": "cancelled",
 }
 
-# Messages of slurmd about a task that was killed for its memory, in case the job's state does not show it.
+# Messages of slurmd about a task that was killed for using too much memory. The job's state may not show this.
 _OUT_OF_MEMORY = re.compile(r"(?i)exceeded (job |step )?memory limit|oom[-_ ]?kill|out of memory")
 
-# srun's message with the node of a task that was killed. Tasks that exited by themselves are not matched, because they
-# failed as a consequence.
+# srun's message about a task that was killed, with the node's name. Tasks that exited by themselves do not match,
+# because their failure is a consequence.
 _TASK_DIED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (?!Exited)")
 
-# SLURM's reason for a job that it has requeued and holds indefinitely, because slurmctld was down while the job began,
-# or because a node refused to launch it.
+# Reason that SLURM gives for a job that it has requeued and holds for ever: slurmctld was down while the job began, or
+# a node refused to launch it.
 _LAUNCH_FAILED = "launch failed requeued held"
 
 
@@ -45,12 +45,12 @@ class FollowedJob:
 
     Attributes:
         launch, submission, job: the member, the name of its submission, and SLURM's id of the job.
-        info: the scheduler's newest description of the job; None without one.
+        info: the scheduler's newest description of the job; None if there is none.
         missing_since: time, by the executor's clock, of the first query that did not list the job; None while it is
             listed.
         had_ended: whether the job had ended at the last poll. SLURM may still requeue it.
-        seen_alive: whether the queue has listed the job as not ended since this process began to follow it. True for a
-            job that this process submitted.
+        seen_alive: whether this process has seen the job in the queue, not ended. True for a job that this process
+            submitted.
     """
 
     launch: Launch
@@ -63,7 +63,7 @@ class FollowedJob:
 
 
 class JobEndings:
-    """Classifier of ended jobs by the files in the study's folder. Each submission folder is listed once per poll.
+    """Classifier of ended jobs by the files that they left. Each submission's folder is listed once per poll.
 
     Args:
         study: the study's folder.
@@ -74,7 +74,7 @@ class JobEndings:
         self._artifacts: dict[str, JobArtifacts] = {}
 
     def clear_listings(self) -> None:
-        """Drop the listings of submission folders, because running jobs add files to them."""
+        """Forget the listings of submission folders, because running jobs add files to them."""
         self._artifacts.clear()
 
     def artifacts_of(self, submission: str) -> JobArtifacts:
@@ -84,26 +84,27 @@ class JobEndings:
         return self._artifacts[submission]
 
     def was_refused(self, info: JobInfo | None, member: Launch) -> bool:
-        """Return whether SLURM lists a job that it has refused: one that has ended but never started."""
+        """Return whether SLURM lists a job that it refused: the job has ended and never started."""
         if info is None or info.state not in ENDED:
             return False
         began = any(attempt.submission == member.submission for attempt in attempts(member.run_dir))
         return not began and not self.artifacts_of(member.submission or "").starts(info.job)
 
     def last_attempt(self, job: FollowedJob, outcome: bool = False) -> Attempt | None:
-        """Return the attempt record of a job's newest start.
+        """Return the attempt record of a job's newest start; None if there is none.
 
-        None if there is no record. With `outcome`, also None if the record has no end.
+        With `outcome`, also None if the record has no end.
         """
         attempt = newest_attempt(job.launch.run_dir, job.submission, job.job)
         if attempt is None or (outcome and attempt.outcome is None):
             return None
-        # If the job's newest start failed before the member began, the newest record is of an earlier start: ignore it.
+        # If the newest start failed before the member began, it has no record: do not return the one of an earlier
+        # start.
         newest = max(self.artifacts_of(job.submission).starts(job.job), default=0)
         return attempt if attempt.restart >= newest else None
 
     def outcome(self, job: FollowedJob, nodes: int) -> Outcome:
-        """Classify how a job on this number of nodes ended, from the scheduler, attempt record, logs and journal."""
+        """Classify how a job on `nodes` nodes ended: from the scheduler, attempt record, logs and journal."""
         logs = self.artifacts_of(job.submission).logs(job.job)
         attempt = self.last_attempt(job)
         kind, reason = why_ended(
@@ -119,7 +120,7 @@ class JobEndings:
 def _to_blame(job: FollowedJob, attempt: Attempt | None, nodes: int, logs: Sequence[Path]) -> str | None:
     """Return the node to blame for a failure; None if unknown.
 
-    For a job of several nodes, this is the node that a failed rank has recorded, or that srun names.
+    For a job on several nodes, it is the node that a failed rank has recorded, or that srun names.
     """
     if nodes > 1:
         if attempt is not None and (attempt.culprit or attempt.kind in ("gpu", "storage")):
@@ -130,7 +131,7 @@ def _to_blame(job: FollowedJob, attempt: Attempt | None, nodes: int, logs: Seque
 
 
 def launch_failed(info: JobInfo) -> bool:
-    """Return whether SLURM failed to launch the job and holds it in the queue indefinitely."""
+    """Return whether SLURM failed to launch the job and holds it in the queue for ever."""
     return info.state in QUEUED and _LAUNCH_FAILED in info.reason.replace("_", " ")
 
 
@@ -143,15 +144,15 @@ def why_ended(
 ) -> tuple[str | None, str | None]:
     """Return kind and reason of a job's failure; (None, None) if its member finished.
 
-    All three sources are needed: SLURM does not distinguish a Python error from a lost node, and a killed job writes no
-    record of its end.
+    All three sources are needed: SLURM cannot distinguish a Python error from a lost node, and a killed job records no
+    end.
 
     Args:
         info: the scheduler's description of the job; None if the scheduler does not know the job.
         attempt: the job's attempt record; None if the member never began.
-        last_log_lines: reads the last lines of the batch log; like `logs`, it is called only if needed.
+        last_log_lines: reads the last lines of the batch log. Like `logs`, it is called only when needed.
         logs: reads the end of the logs of the batch script and of every rank.
-        has_pickle: whether the job has the pickle that submitit starts from.
+        has_pickle: whether the pickle exists from which submitit starts the job.
     """
     state = info.state if info else "UNKNOWN"
     if state == "CANCELLED":
@@ -164,7 +165,7 @@ def why_ended(
     if state == "OUT_OF_MEMORY":
         return "out_of_memory", "killed for using more memory than the job asked for; raise mem_gb"
     if recorded and attempt and attempt.outcome != "interrupted":
-        return recorded  # after an interruption, SLURM may have ended the job, so check its state first
+        return recorded  # an interrupted attempt may have been ended by SLURM, so the state is checked first
     if info is not None and info.exit_code == f"{DISK_FULL_CODE}:0":
         return "disk_full", KINDS["disk_full"][0]
     kind = _KIND_OF_STATE.get(state)

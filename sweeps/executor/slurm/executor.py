@@ -1,4 +1,4 @@
-"""Executor for SLURM clusters: run members as jobs, which continue when the process that submitted them ends."""
+"""Executor for SLURM clusters. Members are jobs, which continue when the process that submitted them ends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sweeps.run.interruption import ask_to_stop
 
 _log = logging.getLogger(__name__)
 
-# Seconds to wait for SLURM's accounting, which lags behind the queue, to list a job that has left the queue.
+# Seconds to wait for accounting to list a job that has left the queue, because accounting lags behind the queue.
 _ACCOUNTING_S = 15.0
 
-# Reasons for which a job never starts unless it is changed.
+# Reasons, given by SLURM, for which a queued job never starts unless someone changes it.
 _NEVER_RUNS = (
     *("PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "Held", "held", "DependencyNeverSatisfied"),
     *("MaxWall", "MaxNodePerJob", "MaxCpuPerJob", "MaxMemPerLimit", "MaxGRESPerJob"),
 )
 
-# SLURM itself may requeue a job in one of these states, so that it is pending again a little later.
+# A job in one of these states may be requeued by SLURM, and is then pending again a little later.
 _MAY_BE_REQUEUED = frozenset({"NODE_FAIL", "BOOT_FAIL", "PREEMPTED"})
 
 
@@ -40,10 +40,10 @@ class ClusterExecutor:
         study: the study's folder, on a file system that all nodes see.
         scheduler: access to the cluster's scheduler.
         settings: resources and limits of the jobs.
-        entry: `module:function` that runs one member, given its directory.
+        entry: `module:function` that runs one member, given the member's folder.
         threads: CPU threads of a member's process.
-        title: first part of the jobs' names.
-        clock, sleep: monotonic seconds and waiting, replaceable in tests.
+        title: beginning of the jobs' names.
+        clock, sleep: return monotonic seconds, and wait; tests replace them.
     """
 
     study: Path
@@ -93,8 +93,8 @@ class ClusterExecutor:
     def adopt(self, members: Sequence[Launch]) -> dict[str, str | None]:
         """Follow jobs that an earlier controller submitted.
 
-        A job whose id was recorded is followed, even if the scheduler no longer lists it. If the id was not recorded,
-        because the controller died while submitting, the job is searched for by the name of its submission.
+        A job with a recorded id is followed even if the scheduler no longer lists it. If the id was not recorded,
+        because the controller died while it submitted the job, the job is searched for by the name of its submission.
 
         Returns:
             The job of each member that was found, by identity.
@@ -122,7 +122,7 @@ class ClusterExecutor:
             assert member.submission is not None
             artifacts = self._endings.artifacts_of(member.submission)
             position = artifacts.position(member.run)
-            # A job that ended before its id was recorded is identified by its log file.
+            # The id of a job that ended before its id was recorded is in the name of its log file.
             job = ids.get(member.submission) or artifacts.id()
             if job is None or position is None:
                 self._submitter.abandoned.add(member.submission)
@@ -134,13 +134,13 @@ class ClusterExecutor:
             if (info := queue.get(name)) is not None and info.state in QUEUED:
                 complete(
                     artifacts.folder, {name: member.run_dir}
-                )  # the controller may have died before it wrote the pickle
+                )  # the earlier controller may have died before it wrote the pickle
             found[member.run] = name
             self._followed[member.run] = FollowedJob(member, member.submission, name, seen_alive=False)
         return found
 
     def stop(self, runs: Sequence[str], reason: str) -> None:
-        """Write a stop file for each member, which it reads at step boundaries, and cancel queued jobs."""
+        """Write a stop file for each member, which members check at step boundaries. Cancel their queued jobs."""
         asked = [self._followed[run] for run in runs if run in self._followed]
         for each in asked:
             ask_to_stop(each.launch.run_dir, reason)
@@ -157,12 +157,12 @@ class ClusterExecutor:
         return frozenset(run for run, each in self._followed.items() if each.info is None or each.info.state in QUEUED)
 
     def settled(self) -> bool:
-        """Return whether the last query of the queue was answered and the state of every job is known."""
+        """Return whether the last query of the queue was answered, and showed the state of every job."""
         looked = self._last_query > float("-inf") and not self._no_answer
         return looked and not any(each.missing_since is not None or each.had_ended for each in self._followed.values())
 
     def poll(self, timeout_s: float) -> list[Outcome]:
-        """Return outcomes of jobs that have ended and will not be requeued; query the queue every `poll_s` seconds."""
+        """Return outcomes of jobs that have ended for good. Query the queue at most every `poll_s` seconds."""
         pause = self._last_query + self.settings.poll_s - self.clock()
         if pause > 0:
             self.sleep(min(pause, timeout_s))
@@ -179,7 +179,7 @@ class ClusterExecutor:
                 _log.warning("cluster: the scheduler does not answer; running jobs continue, and it is asked again")
             self._no_answer = True
             for each in self._followed.values():
-                each.missing_since = None  # without an answer it is unknown whether the job has gone
+                each.missing_since = None  # while there is no answer, it is unknown whether the job is gone
             return []
         self._no_answer = False
         self._endings.clear_listings()
@@ -215,7 +215,7 @@ class ClusterExecutor:
         return outcomes
 
     def _add_exit_codes(self, failed: Sequence[FollowedJob]) -> None:
-        """Query the exit codes of failed jobs, because some have left no other record of why they ended."""
+        """Query the exit codes of failed jobs. For some jobs they are the only record of why they ended."""
         known = self.scheduler.exit_codes([each.job for each in failed]) if failed else {}
         for each in failed:
             if each.info is not None:
@@ -232,7 +232,7 @@ class ClusterExecutor:
             )
 
     def _ended_outside_queue(self, gone: Sequence[FollowedJob]) -> list[FollowedJob]:
-        """Return the jobs missing from the queue that have ended, or have been missing for `lost_after_s`."""
+        """Return those jobs missing from the queue that have ended, or are missing for `lost_after_s` or longer."""
         if not gone:
             return []
         now = self.clock()
@@ -246,14 +246,14 @@ class ClusterExecutor:
                 each.info = info
                 ended.append(each)
             elif self._endings.last_attempt(each, outcome=True) is not None and missing_s >= _ACCOUNTING_S:
-                ended.append(each)  # the job recorded its end; accounting may be switched off
+                ended.append(each)  # the job recorded its end, but accounting may be switched off
             elif missing_s >= self.settings.lost_after_s:
                 each.info = None
                 ended.append(each)
         return ended
 
     def _cancel_abandoned(self, queue: Mapping[str, JobInfo]) -> None:
-        """Cancel jobs of submissions that were given up as lost but have appeared in the queue."""
+        """Cancel jobs in the queue that belong to submissions which were given up as lost."""
         late = {
             info.job.split("_")[0]
             for info in queue.values()
@@ -267,7 +267,7 @@ class ClusterExecutor:
 
 
 class SlurmCluster(JobSettings):
-    """SLURM as a kind of cluster (`sweeps.executor.clusters.Cluster`): settings of its jobs, and access to SLURM."""
+    """SLURM as one of `sweeps.executor.clusters.CLUSTERS`: settings of its jobs, and access to SLURM."""
 
     def scheduler(self) -> Slurm:
         """Return access to SLURM through its commands.

@@ -1,12 +1,12 @@
-"""Submit members to SLURM through submitit: as one job or array, which runs `job.run_member` for each member.
+"""Submit members to SLURM through submitit, as one job or array. It calls `job.run_member` for each member.
 
 `python -m sweeps.executor.slurm.handover` does this in a separate process, which reads a `Request` and prints the
-result, both as JSON. The separate process gives sbatch a timeout and an environment without SLURM's options, and it
-completes a submission that has begun even if the controller is killed.
+result, both as JSON. The separate process gives sbatch a timeout, and an environment without SLURM's options. It also
+completes a submission that has begun if the controller is killed.
 
-submitit calls sbatch first, and writes the job's pickle under its final name afterwards. The pickle is missing if the
-process dies in between, or if sbatch's answer is lost. `complete` writes it while the job is queued. A job that starts
-without a pickle waits for a minute and fails as `half_submitted`, which does not count as a retry.
+submitit first calls sbatch, and then writes the job's pickle. The pickle is missing if the process dies in between, or
+if sbatch's answer is lost. `complete` writes it while the job is queued. A job that starts without its pickle waits for
+a minute and fails as `half_submitted`; such failures may be retried any number of times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """Members that are submitted together, and the parameters of their jobs.
+    """Members to submit together, with the parameters of their jobs.
 
     Attributes:
         folder: folder of the submission, to which submitit and SLURM write.
@@ -52,8 +52,8 @@ class Request:
 
 
 def executor_of(request: Request) -> SlurmExecutor:
-    """Make submitit's executor for a request; invalid parameters raise here, before sbatch is called."""
-    from submitit import SlurmExecutor  # imported late: only the login node needs submitit, which looks for srun
+    """Make submitit's executor for a request. Invalid parameters raise here, before sbatch is called."""
+    from submitit import SlurmExecutor  # imported here: only the login node needs submitit, which looks for srun
 
     executor = SlurmExecutor(request.folder, python=request.python)
     executor.update_parameters(**request.parameters)
@@ -68,23 +68,23 @@ def submit(executor: SlurmExecutor, members: Sequence[str]) -> str:
     """
     jobs = executor.map_array(run_member, members)
     script = jobs[0].paths.submission_file
-    script.chmod(0o600)  # for the owner only: it contains the user's own commands
-    for link in script.parent.glob(".*.sh"):  # links to the script under its temporary name, left after a refusal
+    script.chmod(0o600)  # it contains the user's own commands
+    for link in script.parent.glob(".*.sh"):  # links under the script's temporary name, which a refusal leaves
         link.unlink()
     return jobs[0].job_id.split("_")[0]
 
 
 def complete(folder: Path, jobs: Mapping[str, Path]) -> None:
-    """Write the pickles that jobs still lack, as submitit would have done. Errors of the disk are ignored.
+    """Write missing pickles of jobs, as submitit would have done. Errors of the disk are ignored.
 
     Args:
         folder: folder of the submission.
-        jobs: folder of the member, by the id of its job.
+        jobs: folder of the member, by id of its job.
     """
     from submitit import SlurmJob
     from submitit.helpers import DelayedSubmission
 
-    with suppress(OSError):  # a job without a pickle is retried
+    with suppress(OSError):  # a job that lacks its pickle is retried
         for job, member in jobs.items():
             path = SlurmJob[None](folder, job).paths.submitted_pickle
             if not path.exists():
@@ -106,13 +106,13 @@ def main() -> int:
         answer = {"job": submit(executor, request.members)}
     except Exception as error:
         answer = _answer(error)
-    with suppress(BrokenPipeError):  # the controller is gone; its successor finds the job by the submission's name
+    with suppress(BrokenPipeError):  # no controller any more: the next one finds the job by its submission's name
         print(json.dumps(answer), flush=True)
     return 0
 
 
 def _answer(error: Exception) -> dict[str, str]:
-    """Return sbatch's message as `refused` if it exited with an error; else `unclear`, for an unknown result."""
+    """Return sbatch's message as `refused` if sbatch exited with an error; else `unclear`: the result is unknown."""
     cause = error.__cause__
     if isinstance(cause, subprocess.CalledProcessError):
         return {"refused": cause.stderr or cause.output or f"exit code {cause.returncode}"}

@@ -1,8 +1,8 @@
-"""Entry points of a SLURM job, called once for each task of an array and each rank of a job.
+"""Entry points of a SLURM job. They are called for each task of an array and for each rank of a job.
 
 submitit calls `run_member`. Batch scripts of earlier versions, which may still be queued, call
-`python -m sweeps job <folder of the submission>`. The signal handlers of submitit are replaced, because they would end
-the run in the middle of a step, and requeue the job themselves.
+`python -m sweeps job <folder of the submission>`. submitit's signal handlers are replaced, because they would end the
+run in the middle of a step, and would requeue the job themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find files in the folder of a submission: its manifest, and the start markers and logs of its jobs."""
+"""Find files in a submission's folder: the manifest, and the start markers and logs of its jobs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sweeps.executor.slurm.handover import pickle_of
 from sweeps.executor.slurm.submission import STARTED
 from sweeps.run.files import parse_json
 
-# <job>_<rank>_log.out; the id of an array's task also has an underscore.
+# <job>_<rank>_log.out; in an array, the job's id has an underscore too.
 _LOG = re.compile(r"(.+)_[^_]+_log\..*")
 
 
 class JobArtifacts:
-    """Index of a submission's folder, which is listed once, at first use, because it may have thousands of files."""
+    """Index of a submission's folder, which is listed only once because it may have thousands of files."""
 
     def __init__(self, study: Path, submission: str) -> None:
         self.folder = study / JOBS_DIR / submission
@@ -55,19 +55,19 @@ class JobArtifacts:
         return {run: number for number, run in enumerate(members)}
 
     def starts(self, job: str) -> list[int]:
-        """Return the restart counts with which a job's batch script has started, from its marker files."""
+        """Return the restart counts of all starts of a job's batch script, from its marker files."""
         return self._starts.get(job, [])
 
     def logs(self, job: str) -> list[Path]:
-        """Return the paths of the batch logs of a job, written by SLURM, the set-up commands and srun."""
+        """Return the paths of a job's batch logs, to which SLURM, the set-up commands and srun write."""
         return self._logs.get(job, [])
 
     def has_pickle(self, job: str) -> bool:
-        """Return whether a job has its pickle, or needs none (submit.sh of earlier versions); True without any file."""
+        """Return whether a job's pickle exists or is not needed (earlier versions); True if nothing is listed."""
         return not self._names or pickle_of(job) in self._names or "submit.sh" in self._names
 
     def id(self) -> str | None:
-        """Return the id of the job or array from the names of its logs; None without a log."""
+        """Return the id of the job or array, from the name of a log; None if there is no log."""
         return next((match[0] for job in self._logs if (match := re.match(r"\d+", job))), None)
 
     def position(self, run: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Submit, query and cancel SLURM jobs. If SLURM does not answer, the state of jobs counts as unknown."""
+"""Submit, query and cancel SLURM jobs. While SLURM does not answer, the state of jobs is unknown."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from sweeps.process import kill_group
 _log = logging.getLogger(__name__)
 
 QUEUED = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"})
-# Final states; with --requeue SLURM itself restarts jobs in some of them.
+# Final states. With --requeue, SLURM may start a job again that is in one of them.
 ENDED = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
     | {"DEADLINE", "SPECIAL_EXIT", "REVOKED"}
 )
 
 _COMMAND_TIMEOUT_S = 60
-# Additional time per member of a submission, to write two files on a slow file system.
+# Additional time per member of a submission, in which two files are written, perhaps to a slow file system.
 _TIMEOUT_PER_MEMBER_S = 0.1
-# Number of job ids in one argument, which may have at most 128 KiB on Linux.
+# Number of job ids in one argument of a command. On Linux an argument may have at most 128 KiB.
 _IDS_PER_COMMAND = 2000
-# Prefixes of variables that are removed for SLURM's commands. SLURM's variables are defaults of options: they override
-# options in the batch script, and sbatch passes them to the job, where srun, squeue and scontrol read them again.
-# submitit's variables choose the signal for its jobs.
+# Prefixes of environment variables that are removed for SLURM's commands. SLURM reads its variables as options: they
+# override those of the batch script, and sbatch passes them to the job, where srun, squeue and scontrol read them
+# again. submitit's variables choose the signal for its jobs.
 _REMOVED_PREFIXES = ("SUBMITIT_", "SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_")
-# Variables that are kept nevertheless: the location and the credentials of SLURM.
+# Variables that are kept nevertheless: where SLURM is, and credentials for it.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
-# The launcher's key of each variable whose key is not simply its name after SBATCH_; None if the launcher sets the
-# option itself.
+# The launcher's key for variables whose key is not their name after SBATCH_; None if the launcher itself sets the
+# option.
 _KEY_OF: Mapping[str, str | None] = {
     "SBATCH_JOB_NAME": "name",
     "SBATCH_TIMELIMIT": "timeout_min",
@@ -51,7 +51,7 @@ _KEY_OF: Mapping[str, str | None] = {
 }
 # Variables that SLURM itself sets inside a job.
 _SET_BY_SLURM = ("SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
-# Messages of sbatch after which a submission may succeed later. After `_NO_ANSWER`, it may already have been accepted.
+# Messages of sbatch after which the same submission may succeed later. After `_NO_ANSWER`, it may have been accepted.
 _NO_ANSWER = re.compile(
     r"(?i)unable to contact slurm|connection refused|connection reset|timed out|zero bytes|communications? (error|fail)"
     r"|transport endpoint|slurmctld.*(down|not respond)|controller.*not respond"
@@ -60,7 +60,7 @@ _NOT_NOW = re.compile(
     r"(?i)job submit limit|submitjob|temporarily unable to accept|resource temporarily unavailable|max.*job.*limit"
     r"|standby mode|partition not available|slurm_?db.*connection|too many jobs|(qos|assoc)\w*(max|grp)\w*job"
 )
-# Messages about permanent limits. They are searched before `_NOT_NOW`, which would match them too.
+# Messages about permanent limits. They are tested before `_NOT_NOW`, which matches them as well.
 _NEVER = re.compile(r"(?i)(qos|assoc)\w*(maxwall|(max|min)\w*perjob|maxnode\w*|min\w+)")
 _ARRAY_TOO_LARGE = re.compile(r"(?i)invalid job array specification")
 
@@ -71,7 +71,7 @@ class JobInfo:
 
     Attributes:
         job: id, `123`, or `123_4` in an array.
-        state, node, name: state, list of nodes and name of the job, as SLURM writes them.
+        state, node, name: state, list of nodes and name of the job, in SLURM's words.
         reason: why the job waits.
         exit_code: exit code and signal, such as `0:9`; "" if unknown.
     """
@@ -311,7 +311,6 @@ def _ignored_variables(environment: Mapping[str, str], keys: Collection[str], op
 
 
 def _queue_line(line: str) -> JobInfo | None:
-    """Parse a line of squeue; None if it has too few fields."""
     parts = line.split("|", 4)
     return JobInfo(parts[0], parts[1], parts[2], parts[3], parts[4]) if len(parts) == 5 else None
 

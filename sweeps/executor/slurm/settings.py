@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from sweeps.errors import UserError
 
-# Options of sbatch, under the keys of Hydra's standard launcher, hydra-submitit-launcher.
+# Options of sbatch, under the keys of hydra-submitit-launcher, which is Hydra's own launcher.
 RESOURCES = (
     *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
     # the following are for SLURM only
@@ -19,24 +19,24 @@ RESOURCES = (
 )
 
 
-# A key of hydra-submitit-launcher that is ignored here: all files are in the study's folder.
+# A key of hydra-submitit-launcher that has no effect here, because all files are in the study's folder.
 _UNUSED = ("submitit_folder",)
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """Settings of a cluster's jobs, each of which runs a member.
+    """Settings of a study's jobs on a SLURM cluster. Each job runs one member.
 
     Attributes:
         resources: options of the jobs under the keys of hydra-submitit-launcher, see `RESOURCES`.
         setup, teardown: shell commands of the batch script before and after the member.
-        python: command by which a job starts Python: a path, or a container's command that ends in a path; None for
+        python: command with which a job starts Python: a path, or a container's command that ends in a path; None for
             this interpreter.
-        require_gpu: whether a job that requests GPUs but sees none fails, so that its node is excluded.
-        max_num_timeout: how often a member's job may reach its time limit; None for any number.
+        require_gpu: whether a job that requests GPUs but sees none must fail, so that its node is excluded.
+        max_num_timeout: how often a member's job may reach its time limit; None for any number of times.
         array_size: largest number of members in one array; None for the cluster's own limit.
         poll_s: seconds between two queries of the queue.
-        lost_after_s: seconds after which a job that the scheduler does not know counts as lost.
+        lost_after_s: seconds after which a job that the scheduler does not list counts as lost.
     """
 
     resources: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class JobSettings:
 
     @property
     def clusters(self) -> str:
-        """Names of the federation's clusters to submit to, comma-separated; "" for the local cluster."""
+        """Names of clusters of a federation to which jobs are submitted, comma-separated; "" for the local cluster."""
         return str(self.resources.get("clusters") or "")
 
     @property
@@ -80,10 +80,10 @@ class JobSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Make settings from the launcher's keys, those of hydra-submitit-launcher and our own, and check them.
+        """Make settings from the launcher's keys (those of hydra-submitit-launcher and our own), and check them.
 
         Raises:
-            UserError: a value that cannot work; the message says which values do.
+            UserError: a value cannot work. The message says which values can.
         """
         rest = {key: value for key, value in given.items() if value is not None and key not in _UNUSED}
         try:
@@ -111,14 +111,14 @@ class JobSettings:
         return {**self.resources, **{key: list(v) if isinstance(v, tuple) else v for key, v in own.items()}}
 
     def commands(self) -> dict[str, Any]:
-        """Return the settings that are, or can contain, commands which the batch script runs."""
+        """Return the settings that are commands which the batch script runs, or that can contain such commands."""
         return {key: value for key, value in self.to_mapping().items() if key in _COMMANDS}
 
     def check(self) -> None:
         """Check that the settings can work, before anything is submitted.
 
         Raises:
-            UserError: a setting cannot work; the message says which values do.
+            UserError: a setting cannot work. The message says which values can.
         """
         unknown = sorted(set(self.resources) - set(RESOURCES))
         if unknown:
@@ -165,13 +165,14 @@ class JobSettings:
                 raise UserError(f"cluster: {name} is {value!r}; it must be a whole number from {least} on, or null")
 
 
-# Options that the executor sets itself, to find its jobs and their logs again.
+# Options that the launcher itself sets, so that it finds its jobs and their logs.
 _RESERVED_OPTIONS = frozenset(
     {"array", "clusters", "cluster", "M", "output", "error", "job-name", "open-mode", "signal"}
 )
 
 
-# Settings that sbatch would misinterpret, or reject only at submission: key, type, description of valid values.
+# Settings whose wrong values sbatch would misread, or reject only at submission: key, type, description of valid
+# values.
 _TYPES: tuple[tuple[str, Any, str], ...] = (
     ("signal_delay_s", int, "a whole number of seconds"),
     ("array_parallelism", int, "a whole number"),
@@ -184,20 +185,21 @@ _TYPES: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-# Settings that are commands of a job, or options that can contain a command.
+# Settings that are commands of a job, or in which a command can be hidden.
 _COMMANDS = ("setup", "teardown", "python", "srun_args", "additional_parameters")
 
 
-# Options of sbatch that always request GPUs, and options that do so with some values, such as gres=gpu:2.
+# Options of sbatch that always request GPUs, and options that request GPUs with some values, such as gres=gpu:2.
 _GPU_OPTIONS = frozenset({"gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket"})
 _GENERAL_OPTIONS = frozenset({"gres", "tres_per_node", "tres_per_task", "tres_per_job"})
 
 
 def with_layout(resources: Mapping[str, Any], layout: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the resources of a job with this layout: one task per rank, and a GPU per rank if GPUs are requested.
+    """Return a job's resources with this layout: one task per rank, and if GPUs are requested, at least one GPU per
+    rank.
 
-    If more GPUs per node than ranks are requested, their number is kept, because the generators of a live driver run on
-    the other GPUs.
+    If more GPUs per node are requested than there are ranks, their number is kept, because the generators of a live
+    driver run on the others.
 
     Args:
         resources: options of the jobs, see `RESOURCES`.

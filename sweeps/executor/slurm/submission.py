@@ -1,13 +1,13 @@
-"""Prepare a submission to SLURM: write the files that its jobs need, and make the request to submitit.
+"""Prepare a submission to SLURM: write the files that its jobs need, and make the request for submitit.
 
-All files are in the submission's folder, which has a name that is used only once. `node.manifest` writes its files
-before the jobs are submitted. The pickle is written afterwards, because submitit names it after the job's id;
-`handover` describes what happens to a job without a pickle. Besides the manifest, the folder has:
+All files are in the submission's folder, whose name is used only once. `node.manifest` writes its files before the jobs
+are submitted. The pickle is written afterwards, because submitit names it after the job's id; `handover` describes what
+happens to a job without a pickle. Besides the manifest, the folder has:
 
     <job>_submission.sh       the batch script, written by submitit
-    <job>_submitted.pkl       the name `sweeps.executor.slurm.job.run_member`, and the folder of the member
+    <job>_submitted.pkl       names the function `sweeps.executor.slurm.job.run_member` and the member's folder
     started-<job>-<restart>   written by the batch script each time it starts
-    <job>_<rank>_log.out      output of SLURM, the set-up commands and srun; members have separate logs
+    <job>_<rank>_log.out      output of SLURM, of the set-up commands and of srun; members have logs of their own
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sweeps.executor.slurm.settings import JobSettings
 
 STARTED = "started-"
 
-# Keys that have another name in SLURM, and therefore in submitit's executor.
+# Keys that have another name in SLURM, and therefore in submitit.
 _NAME_OF = {"timeout_min": "time", "mem_gb": "mem", "tasks_per_node": "ntasks_per_node"}
 
 
 def new_folder(study: Path, submission: str) -> Path:
-    """Make the folder of a submission, with mode 0700 because its scripts run as the owner.
+    """Make the folder of a submission, with mode 0700, because the owner's jobs run its scripts.
 
     Raises:
         UserError: the path has a character that SLURM would interpret.
@@ -51,15 +51,15 @@ def new_folder(study: Path, submission: str) -> Path:
 def write_submission(
     folder: Path, members: Sequence[Launch], settings: JobSettings, entry: str, threads: int, title: str
 ) -> Request:
-    """Write the files that a submission's jobs need and return the request for submitit.
+    """Write the files that a submission's jobs need, and return the request for submitit.
 
     Args:
         folder: folder of the submission; its last part is the submission's name.
         members: members in the order of the array's tasks.
         settings: resources and limits.
-        entry: `module:function`, called with a member's directory.
+        entry: `module:function` that runs one member, given the member's folder.
         threads: CPU threads of a member's process.
-        title: first part of the job's name, for display; see `sanitize_name`.
+        title: beginning of the job's name, for display; see `sanitize_name`.
     """
     limits = {
         "timeout_min": settings.timeout_min,
@@ -82,7 +82,7 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
         folder: folder of the submission.
         settings: resources, limits, and the user's commands.
         threads: CPU threads of a member's process.
-        job_name: name of the jobs, with only characters that SLURM accepts.
+        job_name: name of the jobs; may contain only characters that SLURM accepts.
     """
     resources = {key: value for key, value in settings.resources.items() if value is not None}
     has_several_tasks = int(resources.get("nodes", 1)) * int(resources.get("tasks_per_node", 1)) > 1
@@ -90,7 +90,7 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
         _NAME_OF.get(key, key): value for key, value in resources.items() if key not in ("name", "clusters")
     }
     return {
-        "wckey": None,  # submitit's default is refused by clusters where such keys are registered
+        "wckey": None,  # clusters that register such keys refuse submitit's default
         "stderr_to_stdout": True,
         **submitit_parameters,
         **({"mem": _memory(resources["mem_gb"])} if "mem_gb" in resources else {}),
@@ -98,17 +98,17 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
         "time": settings.timeout_min,
         "signal_delay_s": settings.signal_delay_s,
         "additional_parameters": {
-            # Set explicitly, because a user may have set another signal for submitit; NCCL may use USR1.
+            # Set explicitly: a user may have set another signal for submitit, and NCCL may use USR1.
             "signal": f"USR2@{settings.signal_delay_s}",
-            # Some sites allow a requeue only if the job asks for it.
+            # At some sites a job can be requeued only if it requests that.
             "requeue": True,
             **({"clusters": settings.clusters} if settings.clusters else {}),
             **(resources.get("additional_parameters") or {}),
         },
         "srun_args": [
-            # If one of several processes dies, the others would wait for it, so end them too.
+            # If one of several processes dies, end the others, which would wait for it.
             *(["--kill-on-bad-exit=1"] if has_several_tasks else []),
-            # A job step does not inherit this from its job.
+            # A job step does not inherit this option from its job.
             *([f"--cpus-per-task={resources['cpus_per_task']}"] if resources.get("cpus_per_task") else []),
             *map(str, resources.get("srun_args") or []),
         ],
@@ -118,34 +118,35 @@ def parameters(folder: Path, settings: JobSettings, threads: int, job_name: str)
 
 
 def _memory(gigabytes: float) -> str:
-    """Format memory for sbatch, which accepts only whole numbers: in GB, or in MB for a fraction."""
+    """Format memory for sbatch, which accepts only whole numbers: in GB, or a fraction in MB."""
     return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
 
 
 def _setup_commands(folder: Path, threads: int, commands: Sequence[str]) -> list[str]:
-    """Return the commands of a batch script before the member starts, including the user's."""
+    """Return the commands that a batch script runs before the member, including the user's."""
     where = shlex.quote(str(folder))
     return [
-        # Time by the clock of this node, which also runs the first rank.
+        # The clock of this node, on which the first rank runs as well.
         f"export {BEGAN_VARIABLE}=$(date +%s)",
         f"export OMP_NUM_THREADS={threads} MKL_NUM_THREADS={threads}",
         f"export {REQUEUE_VARIABLE}={where}/requeue-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}",
-        # Name an array's task explicitly: SLURM_JOB_ID of the last task is the array's id, which means all tasks.
+        # In the last task of an array, SLURM_JOB_ID is the id of the whole array, so name the task explicitly.
         "scalerl_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
         "scalerl_job=${scalerl_job:-$SLURM_JOB_ID}",
-        # Record this start of the job. If it ends before the member begins, this file is the only trace.
+        # Mark this start of the job. If the job ends before the member begins, this file is the only trace.
         f"touch {where}/{STARTED}$scalerl_job-${{SLURM_RESTART_COUNT:-0}}",
         *commands,
-        # The user's commands may have set -e or a trap: a failing member must not end the script before the requeue.
+        # The user's commands may have set `-e` or a trap. A member that fails must not end the script before the
+        # requeue.
         "set +e; trap - ERR",
     ]
 
 
 def _teardown_commands(commands: Sequence[str]) -> list[str]:
-    """Return the commands of a batch script after the member has ended: the user's, then a requeue if it was requested.
+    """Return the commands that a batch script runs after the member: the user's, then a requeue if one was requested.
 
-    The commands run on the node, outside of any container. A requeue ends the script. A job that was cancelled
-    meanwhile is no longer RUNNING, and stays cancelled.
+    They run on the node, outside of any container. A requeue ends the script. A job that was cancelled in the meantime
+    is no longer RUNNING, and stays cancelled.
     """
     return [
         "scalerl_status=$?",

@@ -1,4 +1,4 @@
-"""Submit members to SLURM in arrays of an accepted size, and handle refusals."""
+"""Submit members to SLURM in arrays of a size that it accepts, and handle refusals."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from sweeps.terminal import counted
 _log = logging.getLogger(__name__)
 
 _MAX_PAUSE_S = 300.0
-# Minutes until the retry of a member of which another copy was running: the first delay, and the longest. Each delay is
-# twice the one before.
+# Shortest and longest wait in minutes before a member is retried while another copy of it runs. Each wait is twice the
+# one before.
 _FIRST_DELAY_MIN, _MAX_DELAY_MIN = 10, 240
 
 
 @dataclass
 class _Pause:
-    """Backoff after a refusal.
+    """Wait after a refusal. It grows with each refusal in a row.
 
     Attributes:
-        until: time of the next attempt to submit, in seconds of the submitter's clock.
-        length_s: length of the pause.
+        until: time of the next attempt to submit, by the submitter's clock in seconds.
+        length_s: length of the wait in seconds.
     """
 
     until: float = 0.0
     length_s: float = 0.0
 
     def extend(self, now: float) -> None:
-        """Double the pause after a refusal, from 5 s up to `_MAX_PAUSE_S`."""
+        """Double the wait, from 5 s up to `_MAX_PAUSE_S`."""
         self.length_s = min(_MAX_PAUSE_S, max(5.0, 2 * self.length_s))
         self.until = now + self.length_s
 
     def reset(self) -> None:
-        """Reset the pause after a success."""
         self.length_s = self.until = 0.0
 
 
 @dataclass
 class Submitter:
-    """Submitter of members as jobs or arrays: it chooses how many at a time, and how long to wait after a refusal.
+    """Submitter of jobs and arrays. It chooses how many members to submit at a time, and how long to wait after a
+    refusal.
 
     Args:
         study, scheduler, settings, entry, threads, title, clock: see `ClusterExecutor`.
 
     Attributes:
-        abandoned: names of submissions that were given up as lost, but that the scheduler may have accepted.
+        abandoned: names of submissions that were given up as lost, although the scheduler may have accepted them.
     """
 
     study: Path
@@ -122,7 +122,7 @@ class Submitter:
         return job
 
     def _submit(self, folder: Path, members: Sequence[Launch], resources: Mapping[str, Any]) -> str:
-        """Write the submission's files, submit it and return the job's id.
+        """Write a submission's files, submit it, and return the job's id.
 
         Raises:
             RefusedError: the scheduler did not accept the submission.
@@ -132,7 +132,8 @@ class Submitter:
         try:
             return self.scheduler.submit(request)
         except RefusedError as refusal:
-            # With failed nodes excluded, or with more memory, no node may be left: retry with the original resources.
+            # No node may be left because failed nodes are excluded, or because more memory is requested: use the first
+            # settings.
             if members[0].excluded and not refusal.retryable:
                 original = self._resources(replace(members[0], excluded=()))
             elif not refusal.retryable and resources != (
@@ -145,7 +146,7 @@ class Submitter:
             return self._submit(folder, members, original)
 
     def _handle_refusal(self, refusal: RefusedError, submission: str, size: int) -> str | None:
-        """Handle a refusal.
+        """Handle a refusal: choose a smaller batch or a longer wait.
 
         Returns:
             The job's id if the submission was accepted after all; None to try again later.
@@ -159,7 +160,7 @@ class Submitter:
         if not refusal.retryable:
             raise UserError(f"cluster: {with_remedy(str(refusal))}")
         if refusal.uncertain:
-            # The submission may have been accepted although the answer was lost: look for its name in the queue.
+            # The answer may have been lost although the submission was accepted: look for its name in the queue.
             queue = self.scheduler.queue()
             if queue is not None and (job := ids_in(queue).get(submission)):
                 return job
@@ -176,13 +177,13 @@ class Submitter:
         return None
 
     def _resources(self, launch: Launch) -> dict[str, Any]:
-        """Return a member's resources, with its layout and excluded nodes; failures raise its memory and its delay."""
+        """Return a member's resources, with layout and excluded nodes. Failures raise memory or delay the start."""
         resources = with_layout(self.settings.resources, launch.layout)
         memory_failures = launch.retries_used.get("out_of_memory", 0)
         if memory_failures and resources.get("mem_gb"):
             resources["mem_gb"] = resources["mem_gb"] * MEMORY_GROWTH**memory_failures
         if duplicates := launch.retries_used.get("duplicate", 0):
-            # Another copy is running. Each retry costs an allocation for a while, so the delays grow.
+            # Another copy is running. Each retry occupies an allocation for a while, so delays grow.
             begin = f"now+{min(_FIRST_DELAY_MIN * 2 ** (duplicates - 1), _MAX_DELAY_MIN)}minutes"
             resources["additional_parameters"] = {**(resources.get("additional_parameters") or {}), "begin": begin}
         if launch.excluded:
@@ -196,14 +197,13 @@ class Submitter:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder of a refused submission, and its parent if that is then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()
 
 
 def with_remedy(message: str) -> str:
-    """Add a remedy to sbatch's refusal: a specific remedy if the message is known, else a general one."""
+    """Append a remedy to sbatch's refusal: a specific one if the message is known, else a general one."""
     low = message.lower()
     for words, remedy in _REMEDIES:
         if all(word in low for word in words):
@@ -233,7 +233,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def names_of(job: str, members: int) -> list[str]:
-    """Return the ids of a submission's jobs: `12`, or `12_0` and so on in an array."""
+    """Return the ids of a submission's jobs: `12` for a single job; `12_0`, `12_1`, ... for an array."""
     return [f"{job}_{number}" for number in range(members)] if members > 1 else [job]
 
 
