@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.next_run import Step, choice_of, settle
+from sweeps.decide.next_run import Step, find_next_steps, make_choice
 from sweeps.decide.standing import find_standing
 from sweeps.fit.fit import Fit, fit_curve
 
@@ -64,7 +64,7 @@ def one_study(study: int) -> tuple[float, float, float, float]:
         chosen = find_standing(known, MARGIN).leader
         return float(truth.max() - (truth.mean() if chosen is None else truth[int(chosen[1:])]))
 
-    steps = [step for step in settle(choice_of(fits)).steps if step.expected_gain is not None]
+    steps = [step for step in find_next_steps(make_choice(fits)).steps if step.expected_gain is not None]
     if not steps:
         return (loss(fits),) * 3 + (0.0,)
     step = steps[0]

@@ -31,7 +31,7 @@ from sweeps.decide.standing import draw_rewards
 from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.points import FitOptions
 from sweeps.fit.predict import quantiles
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, parallel_map
 from sweeps.source import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,7 +245,7 @@ def main() -> None:
     options = parser.parse_args()
     curves = {curve.recipe: curve for curve in load([CURVES], x=AXIS, y="reward").curves}
     tasks = [(curves[a], curves[b], share) for share in SHARES for a, b in combinations(curves, 2)]
-    looks = mapped(look, tasks, options.workers)
+    looks = parallel_map(look, tasks, options.workers)
     example = most_misleading([each for each in looks if each.share == SHARES[0]])
     draw(curves, example, options.page.with_suffix(".png"))
     lines = [

@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Array, Curve, make_curve
 from sweeps.fit.fit import fit_curve
-from sweeps.fit.predict import predict, readable
-from sweeps.parallel import cores, mapped
+from sweeps.fit.predict import can_forecast, predict
+from sweeps.parallel import cores, parallel_map
 
 AHEAD = (1.25, 2.0)
 Mean = Callable[[Array], Array]
@@ -196,7 +196,7 @@ def study(which: tuple[int, int]) -> Outcome:
     fit = fit_curve(curve)
     future = truth.mean(np.array(AHEAD))
     last = float(np.mean([curve.reward[curve.seed == seed][-1] for seed in np.unique(curve.seed)]))
-    if not readable(fit):
+    if not can_forecast(fit):
         held, error = np.full(2, np.nan), np.full(2, np.nan)
     else:
         band = predict(fit, np.array(AHEAD))
@@ -281,7 +281,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     studies = [(place, number) for place in range(len(ZOO)) for number in range(options.repeats)]
-    outcomes = mapped(study, studies, cores())
+    outcomes = parallel_map(study, studies, cores())
     for place, truth in enumerate(ZOO):
         lines.append(row(truth, outcomes[place * options.repeats : (place + 1) * options.repeats]))
     print("\n".join(lines))

@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Array, Curve, make_curve
-from sweeps.decide.next_run import choice_of, settle
+from sweeps.decide.next_run import find_next_steps, make_choice
 from sweeps.decide.rank import rank
 from sweeps.fit.fit import fit_curves
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, parallel_map
 
 MARGIN = 0.02
 SEED_SD = 0.015
@@ -146,7 +146,7 @@ def study(which: tuple[int, int]) -> Outcome:
     names = [f"r{i:02d}" for i in range(len(recipes))]
     curves = [run(recipe, name, source) for recipe, name in zip(recipes, names, strict=True)]
     fits = fit_curves(curves)
-    ranking, settlement = rank(fits, brief=True), settle(choice_of(fits))
+    ranking, settlement = rank(fits, brief=True), find_next_steps(make_choice(fits))
     truth = {name: recipe.a for name, recipe in zip(names, recipes, strict=True)}
     best = max(truth.values())
     sure = [entry.recipe for entry in ranking.ranking if (entry.p_best or 0.0) > 0.9]
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     all_studies = [(place, number) for place in range(len(KINDS)) for number in range(options.studies)]
-    outcomes = mapped(partial(study), all_studies, cores())
+    outcomes = parallel_map(partial(study), all_studies, cores())
     assert all(outcome.agreed for outcome in outcomes), "ranking and plan contradict each other"
     lines = [
         *set_up(options.studies),

@@ -29,10 +29,10 @@ from scipy.stats import binomtest
 
 from sweeps.curve import Curve
 from sweeps.decide.margin import MARGIN
-from sweeps.decide.standing import chances_of_being_best, draw_rewards, horizon_of
+from sweeps.decide.standing import chances_of_being_best, choose_at_horizon, draw_rewards
 from sweeps.fit import posterior
 from sweeps.fit.fit import fit_curves
-from sweeps.fit.predict import predict_mean, readable
+from sweeps.fit.predict import can_forecast, predict_mean
 from sweeps.source import load
 
 FORECAST_AT, CHANCES_AT = (0.4, 0.55, 0.7), (0.3, 0.5, 0.7)
@@ -102,7 +102,7 @@ def forecasts(file: Path, curves: Sequence[Curve]) -> list[Forecast]:
                     whole.append(mine)
         for fit, seen, mine in zip(fit_curves(cut), cut, whole, strict=True):
             last_quarter = mine.compute > 0.75 * mine.compute.max()
-            if not readable(fit):
+            if not can_forecast(fit):
                 continue
             value, low, high = predict_mean(fit, mine.compute[last_quarter])
             came, scale = float(mine.reward[last_quarter].mean()), mine.scale
@@ -163,7 +163,7 @@ def chances(file: Path, curves: Sequence[Curve]) -> tuple[list[tuple[float, bool
         fits = fit_curves(cut)
         probabilities = chances_of_being_best(draw_rewards(fits, 0.875 * end))
         chance_pairs += [(p, reward == max(came)) for p, reward in zip(probabilities, came, strict=True)]
-        choice = horizon_of(fits, margin, 0.875 * end)
+        choice = choose_at_horizon(fits, margin, 0.875 * end)
         if choice is not None and choice.leader is not None:
             shortfall = max(came) - came[[fit.recipe for fit in fits].index(choice.leader)]
             last = max(range(len(cut)), key=lambda i: float(cut[i].reward[cut[i].compute.argmax()]))

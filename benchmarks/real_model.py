@@ -33,7 +33,7 @@ from benchmarks.marks import between
 from sweeps.curve import FLOPS
 from sweeps.run.journal import JournalView, read_journal
 from sweeps.source.collected import LoadedStudy
-from sweeps.source.namesakes import tell_apart
+from sweeps.source.namesakes import relabel_namesakes
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "outputs" / "real_model"
@@ -89,7 +89,7 @@ def finished(folder: Path) -> list[Member]:
         if journal.status == "finished":
             members.append(Member(path.parent, journal))
     # Recipes with the same label that differ in a setting, such as the batch, get that setting into their labels.
-    tell_apart([(member.journal, {}) for member in members], LoadedStudy())
+    relabel_namesakes([(member.journal, {}) for member in members], LoadedStudy())
     return sorted(members, key=lambda each: (len(each.recipe), each.recipe, each.journal.header["seed"]))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve, make_curve
 from sweeps.fit.history import departure, history
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, parallel_map
 
 FALL, RAMP, RHO = 0.1, 0.15, 0.6
 SET_UP = wrapped(
@@ -109,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
 
     def share(ring: Callable[[tuple[int, int]], bool], place: int, count: int) -> str:
-        return f"{np.mean(mapped(ring, [(place, number) for number in range(count)], cores())):.2f}"
+        return f"{np.mean(parallel_map(ring, [(place, number) for number in range(count)], cores())):.2f}"
 
     lines = [
         *SET_UP,

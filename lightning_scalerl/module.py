@@ -28,10 +28,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
-from lightning_scalerl.callbacks.base import without_tips
+from lightning_scalerl.callbacks.base import filter_lightning_tips
 from lightning_scalerl.callbacks.evaluate import Evaluate, evaluation_due, evaluation_of, validate_now
 from lightning_scalerl.callbacks.predict import Prediction, predicted
-from lightning_scalerl.callbacks.trainer import count_from, warn_of_pytorch_lightning
+from lightning_scalerl.callbacks.trainer import set_step_counter, warn_of_pytorch_lightning
 from lightning_scalerl.distributed.checkpoint_folder import is_folder
 from lightning_scalerl.distributed.ranks import Follower, Ranks
 from lightning_scalerl.distributed.sharded import whole_tensor
@@ -127,7 +127,7 @@ class ScaleRL(LightningModule):
         streamed: bool = False,
     ) -> None:
         super().__init__()
-        without_tips()
+        filter_lightning_tips()
         warn_of_pytorch_lightning()
         self.automatic_optimization = False
         self.recipe, self.models, self.arguments = make(model, recipe, overrides, tokenizer, config_dir, streamed)
@@ -413,7 +413,7 @@ class ScaleRL(LightningModule):
             self.sampling, self.stream = self._data_path.sampling, self._data_path.stream
         if resumes:
             self.stream.completed_steps = steps
-            count_from(self.trainer, steps)
+            set_step_counter(self.trainer, steps)
         else:
             self.updates = Updates(self.recipe, self.choices)
 
@@ -439,7 +439,7 @@ class ScaleRL(LightningModule):
         check_run(identity, checkpoint, ckpt_path)
         # Set the step now: Lightning restores its counters only after the evaluation that may still be due.
         self.stream.completed_steps = steps_of(checkpoint)
-        count_from(self.trainer, self.completed_steps)
+        set_step_counter(self.trainer, self.completed_steps)
         branch = branches_from(identity, checkpoint)
         if branch is not None:
             self.updates.branch(checkpoint, branch["optimizer"])
@@ -489,7 +489,7 @@ class ScaleRL(LightningModule):
         if fits:
             self.records.record("eval", lambda: metrics)
             return
-        count_from(self.trainer, self.completed_steps)
+        set_step_counter(self.trainer, self.completed_steps)
         several = self.ranks.count > 1
         self.log_dict(metrics, batch_size=1, sync_dist=several, rank_zero_only=several)
 

@@ -23,11 +23,11 @@ from lightning_scalerl.checks import ONE_TRAINER, CannotGoOnError, Configuration
 from lightning_scalerl.compat.hydra import flags
 from lightning_scalerl.composition import check_choices, conf_dir, explain, explain_other, help_text
 from lightning_scalerl.member.command import plan_commands, run_command, shared_groups, study_file, with_study_name
-from sweeps.errors import UserError, naming, of_the_system
+from sweeps.errors import UserError, describe_os_error, errors_naming
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import read_journal
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import changes_since, check_own, is_done, why_final
+from sweeps.run.progress import changes_since, check_journal_owner, final_reason, is_done
 from sweeps.run.provenance import changes_line
 from sweeps.run.spec import RunSpec, run_of_curve
 from sweeps.run.user_config_dirs import user_folders
@@ -89,7 +89,7 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
         # A missing file is an error of the code that opens it (a task, a verifier): keep the traceback.
-        if (message := of_the_system(error, missing=False)) is None:
+        if (message := describe_os_error(error, missing=False)) is None:
             raise
         sys.exit(_complain(message))
 
@@ -213,9 +213,9 @@ def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
     if (other := run_of_curve(runs_dir, spec.curve)) is not None:
         spec = spec.labelled_like(RunSpec.read(other))
     run_dir = runs_dir / spec.run
-    check_own(run_dir, spec.run)
+    check_journal_owner(run_dir, spec.run)
     if is_done(run_dir, spec.steps, spec.run):
-        further = why_final(run_dir) or "a larger budget.steps continues it"
+        further = final_reason(run_dir) or "a larger budget.steps continues it"
         print(f"{spec.title}: done already, {run_dir}; {further}")
         if changes := changes_since(read_journal(run_dir), spec.folders, spec.config):
             print(
@@ -224,7 +224,7 @@ def _run_alone(spec: RunSpec, run_member: Callable[[Path, bool], None]) -> None:
                 file=sys.stderr,
             )
         return
-    with naming("output_dir"):
+    with errors_naming("output_dir"):
         spec.write(run_dir)
     for line in spec.cautions:
         print(line, file=sys.stderr)

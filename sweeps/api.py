@@ -121,7 +121,7 @@ class Study(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the points of every recipe over compute; return the axes."""
-        return _drawn(ax, self.study, ())
+        return _draw_curves(ax, self.study, ())
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Fits(Result):
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw points, curves and 95% bands of every recipe over compute; return the axes."""
-        return _drawn(ax, self.study.study, self.fits)
+        return _draw_curves(ax, self.study.study, self.fits)
 
 
 @dataclass
@@ -277,7 +277,7 @@ def rank(*sources: Any, **options: Any) -> Decision:
     at_k = study_at_k(
         fits.study.study, ranking, lambda curves: fit_curves(curves, fits.fits[0].options, workers=_workers())
     )
-    signal, aggregate = reading.over_sets(read_by, fits.study.study)
+    signal, aggregate = reading.compare_over_sets(read_by, fits.study.study)
     sentences = [ranking.sentence, *(part.sentence for part in (at_k, aggregate, signal) if part is not None)]
     return Decision(ranking, fits, "ranking", deciding.rank_json(ranking, None, at_k, signal, aggregate), sentences)
 
@@ -351,8 +351,8 @@ def decide(baseline: str, candidate: str, source: Any, **options: Any) -> Chosen
             frames[path] = source
             source = path
         words = [baseline, candidate, "--from", str(source)]
-        with _naming_frames(frames):
-            return Chosen(deciding.decided(_given("decide", words, options, known)))
+        with _name_frames_in_errors(frames):
+            return Chosen(deciding.decided(_parsed_options("decide", words, options, known)))
 
 
 def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
@@ -361,14 +361,16 @@ def _options(command: str, given: Mapping[str, Any], known: Sequence[str]) -> ar
     Raises:
         TypeError: an option is unknown.
     """
-    options = _given(command, ["."], given, known)
+    options = _parsed_options(command, ["."], given, known)
     if isinstance(options.group, str):
         options.group = [options.group]
     reading.check_window(options)
     return options
 
 
-def _given(command: str, words: Sequence[str], given: Mapping[str, Any], known: Sequence[str]) -> argparse.Namespace:
+def _parsed_options(
+    command: str, words: Sequence[str], given: Mapping[str, Any], known: Sequence[str]
+) -> argparse.Namespace:
     for name in given:
         if name not in known:
             raise TypeError(f"{command}: no option {name!r}; valid: {', '.join(known)}")
@@ -393,12 +395,12 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
             frames[path] = source
             source = path
         options.sources.append(str(source))
-    with _naming_frames(frames):
+    with _name_frames_in_errors(frames):
         return Study(reading.load_sources(options), options, kept)
 
 
 @contextmanager
-def _naming_frames(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
+def _name_frames_in_errors(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
     """In errors, name the DataFrame and the row's label instead of the temporary file and its line."""
     try:
         yield
@@ -460,7 +462,7 @@ def _axes(ax: Axes | None) -> Axes:
     return axes
 
 
-def _drawn(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
+def _draw_curves(ax: Axes | None, study: LoadedStudy, fits: Sequence[Fit]) -> Axes:
     import numpy as np
 
     from sweeps.decide.rank import named_baseline

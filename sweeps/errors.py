@@ -48,7 +48,7 @@ def require_training(what: str) -> None:
 
 
 @contextmanager
-def naming(field: str) -> Iterator[None]:
+def errors_naming(field: str) -> Iterator[None]:
     """Convert an OSError in a `with` block to a UserError whose message begins with `field`.
 
     Raises:
@@ -57,7 +57,7 @@ def naming(field: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if (description := of_the_system(error)) is None:
+        if (description := describe_os_error(error)) is None:
             raise
         raise UserError(f"{field}: {description}") from error
 
@@ -83,7 +83,7 @@ _REMEDIES = {
 }
 
 
-def of_the_system(error: OSError, missing: bool = True) -> str | None:
+def describe_os_error(error: OSError, missing: bool = True) -> str | None:
     """Describe an OSError in one line: path, reason and remedy. Return None if the user cannot fix it.
 
     Args:

@@ -25,7 +25,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def mapped(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list[R]:
+def parallel_map(work: Callable[[T], R], items: Sequence[T], workers: int = 1) -> list[R]:
     """Return `work(item)` for every item, in order. The results do not depend on the number of workers.
 
     With more than one worker, work, items and results must be picklable. A script that calls this must guard its main

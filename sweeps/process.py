@@ -64,7 +64,7 @@ def end(process: BaseProcess, *signals: tuple[float, signal.Signals]) -> None:
 
 
 @contextmanager
-def shielded(*signals: signal.Signals) -> Iterator[None]:
+def block_signals(*signals: signal.Signals) -> Iterator[None]:
     """Block signals (default: `WARNINGS`) in processes that this thread starts in a `with` block.
 
     A new process inherits the blocking, so no signal reaches it before it can ignore signals itself.
@@ -138,7 +138,7 @@ def start_worker(
 
     ours, theirs = Pipe()
     # A file in memory, because a write to a pipe would block until the new process reads.
-    with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file, shielded():
+    with os.fdopen(os.memfd_create("worker"), "w+b") as memory_file, block_signals():
         memory_file.write(pickle.dumps((list(sys.path), memory_gib, content)))
         memory_file.flush()
         memory_file.seek(0)
@@ -180,7 +180,7 @@ def begin_worker() -> tuple[Connection[Any, Any], bytes]:
     return connection, content
 
 
-def last_words(log: Path) -> str:
+def last_log_line(log: Path) -> str:
     """Return the last line of a process's log, at most 300 characters; "" if there is none."""
     with suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -256,7 +256,7 @@ class Tree:
         lock: int | None = None,
         stops_by: signal.Signals | None = signal.SIGTERM,
     ) -> None:
-        with shielded():
+        with block_signals():
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__],
                 stdin=subprocess.PIPE,
@@ -267,8 +267,8 @@ class Tree:
             )
         self._rest = b""
         text = {"folder": str(folder), "out": None if out is None else str(out)}
-        self._tell({"words": list(words), "env": dict(env), **text, "stops_by": stops_by})
-        reply = self._hear(None) or {"failed": "the process that starts it has ended"}
+        self._send_order({"words": list(words), "env": dict(env), **text, "stops_by": stops_by})
+        reply = self._read_reply(None) or {"failed": "the process that starts it has ended"}
         if "failed" in reply:
             self._guard.wait()
             raise ChildProcessError(f"{words[0]!r} cannot be started in {folder}: {reply['failed']}")
@@ -286,11 +286,11 @@ class Tree:
 
     def stop(self, number: signal.Signals | None, within_s: float) -> None:
         """Send a signal to stop (None: the command was asked in another way); kill its processes after `within_s`."""
-        self._tell({"stop": number, "within_s": within_s})
+        self._send_order({"stop": number, "within_s": within_s})
 
     def wait(self, timeout_s: float) -> Ended | None:
         """Wait up to `timeout_s` for the end of the command; return None while it runs."""
-        reply = self._hear(timeout_s)
+        reply = self._read_reply(timeout_s)
         if reply is None:
             return None
         if not reply:
@@ -300,12 +300,12 @@ class Tree:
             return Ended(-signal.SIGKILL, 0, False)
         return Ended(reply["ended"], reply["left"], reply["killed"], reply["behind"])
 
-    def _tell(self, what: Mapping[str, Any]) -> None:
+    def _send_order(self, what: Mapping[str, Any]) -> None:
         assert self._guard.stdin is not None
         with suppress(BrokenPipeError):
             self._guard.stdin.write(json.dumps(what).encode() + b"\n")
 
-    def _hear(self, timeout_s: float | None) -> dict[str, Any] | None:
+    def _read_reply(self, timeout_s: float | None) -> dict[str, Any] | None:
         """Return the guard's next line; None if there is none in time, and {} if the guard has ended."""
         assert self._guard.stdout is not None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -349,9 +349,9 @@ def _guard() -> None:
             preexec_fn=lambda: _reset_signals(asked["stops_by"]),
         )
     except (OSError, ValueError) as error:
-        _say({"failed": str(error)})
+        _write_reply({"failed": str(error)})
         return
-    _say({"started": child.pid})
+    _write_reply({"started": child.pid})
     deadline = None
     killed = False
     rest = b""
@@ -380,8 +380,8 @@ def _guard() -> None:
             _kill_all(but=child.pid)
             child.kill()
     behind = len(_descendants())
-    left = _end_rest()
-    _say({"ended": child.returncode, "behind": behind, "left": left, "killed": killed})
+    left = _end_survivors()
+    _write_reply({"ended": child.returncode, "behind": behind, "left": left, "killed": killed})
 
 
 def _reset_signals(stops_by: int | None) -> None:
@@ -400,7 +400,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _say(what: dict[str, object]) -> None:
+def _write_reply(what: dict[str, object]) -> None:
     with suppress(OSError):  # the reader may be gone
         os.write(1, json.dumps(what).encode() + b"\n")
 
@@ -426,7 +426,7 @@ def _descendants() -> list[int]:
     return found
 
 
-def _end_rest() -> int:
+def _end_survivors() -> int:
     """Give processes that outlive the command some time to end, kill the rest, and return how many were killed."""
     deadline = time.monotonic() + _GRACE_S
     asked: set[int] = set()  # one signal for each, because many programs take a second one as a request to end at once

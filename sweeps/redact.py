@@ -102,7 +102,7 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     for pattern in (_HEADER, _SSHPASS):
         text = pattern.sub(rf"\g<before>{MASK}", text)
     for names, values in ((_FIELD, _TEXT), (_OPTION, _VALUE), (_ASSIGNED, _VALUE)):
-        text = _without_given(text, names, values)
+        text = _mask_assigned_values(text, names, values)
     return text
 
 
@@ -127,12 +127,12 @@ def _is_secret(name: str, value: str) -> bool:
     """Return whether a variable's value is a secret. Existing paths are not, nor plain words in `*_KEY`."""
     if not is_secret_name(name):
         return False
-    if value.startswith(("/", "~")) and _is_there(value):
+    if value.startswith(("/", "~")) and _path_exists(value):
         return False
     return not _VARIABLES_KEY.search(name) or bool(_SECRET_NAME.search(name)) or not re.fullmatch(r"[a-z_ -]+", value)
 
 
-def _is_there(path: str) -> bool:
+def _path_exists(path: str) -> bool:
     """Return whether the path exists; False if that cannot be checked, because a secret may look like a path."""
     try:
         return Path(path).expanduser().exists()
@@ -140,7 +140,7 @@ def _is_there(path: str) -> bool:
         return False
 
 
-def _without_given(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:
+def _mask_assigned_values(text: str, names: re.Pattern[str], values: re.Pattern[str]) -> str:
     """Mask the values after names of secrets. `names` matches a name, and `values` the value right after it."""
     parts: list[str] = []
     at = 0

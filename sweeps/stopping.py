@@ -30,7 +30,7 @@ from typing import Any
 
 from sweeps.curve import DEVICE_HOURS, FLOPS, STEPS, TOKENS
 from sweeps.decide.rules import Rules
-from sweeps.errors import UserError, naming, require
+from sweeps.errors import UserError, errors_naming, require
 from sweeps.executor.base import load_entry
 from sweeps.launch.adoption import METRIC
 from sweeps.launch.ledger import RUNS_DIR
@@ -42,7 +42,7 @@ from sweeps.run.lease import Lease
 from sweeps.run.progress import header_of, journal_or_none
 from sweeps.run.spec import digest
 from sweeps.run.writer import BEAT_S, EXPIRY_S
-from sweeps.search.looks import Looks
+from sweeps.search.looks import RaceWithoutController
 from sweeps.search.race_log import RaceRecord
 from sweeps.search.settings import RaceSettings
 from sweeps.source.journals import compared_by
@@ -109,23 +109,25 @@ class RacingRun:
                 raise UserError(f"recipe: {self.recipe!r} seed {self.seed} is a member of {study} already ({other})")
         self._curve = curve
         self._measured: str | None = None
-        self.axis, self.metric = self._compared(axis)
-        with naming("study"):
+        self.axis, self.metric = self._axis_and_reward(axis)
+        with errors_naming("study"):
             make_private(self.study)
             self.run_dir.mkdir(parents=True, exist_ok=True)
         name = f"{self.recipe} seed {self.seed}"
-        self._looks = Looks(self.study, self.run_dir, self.rules, self.metric, self.axis, log, name, members)
+        self._looks = RaceWithoutController(
+            self.study, self.run_dir, self.rules, self.metric, self.axis, log, name, members
+        )
         self.warn = self._looks.warn
         self._lease = Lease(self.run_dir, beat_s=BEAT_S, expiry_s=EXPIRY_S)
-        self._holds = False
+        self._has_lease = False
         self._pending: list[tuple[int, float, dict[str, float]]] = []
         self._ending: tuple[str, str | None] | None = None
-        self._why: str | None = None
+        self._stop_reason: str | None = None
         self._calls: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()  # None ends the thread
         self._thread: threading.Thread | None = None
         self._reached = (-1, 0.0)  # step and compute of the newest evaluation
 
-    def _compared(self, axis: str | None) -> tuple[str | None, str]:
+    def _axis_and_reward(self, axis: str | None) -> tuple[str | None, str]:
         """Return the axis and the reward by which the study's runs are compared; the axis is None while unknown."""
         for other in find_runs(self.study):
             view = journal_or_none(other)
@@ -154,7 +156,7 @@ class RacingRun:
             self.axis = self._looks.axis = STEPS if compute is None else SPENT
         if compute is None and self.axis != STEPS:
             self.warn(f"no compute is given, but runs are compared by {self.axis}: the evaluation is not recorded")
-            return self._why
+            return self._stop_reason
         try:
             spent, reward = float(step) if compute is None else float(compute), float(reward)
             bad = not (math.isfinite(spent) and spent >= 0 and math.isfinite(reward) and 0 <= int(step) <= MAX_INTEGER)
@@ -162,7 +164,7 @@ class RacingRun:
             bad, spent = True, math.nan
         if bad:
             self.warn(f"step {step}: reward {reward} at compute {compute} is not valid, and was not recorded")
-            return self._why
+            return self._stop_reason
         error = {f"{self.metric}_se": float(reward_se)} if reward_se is not None and math.isfinite(reward_se) else {}
         metrics = {self.metric: float(reward), **error, self.axis: spent}
         self._pending.append((int(step), spent, metrics))
@@ -170,36 +172,36 @@ class RacingRun:
 
     def end(self, status: str = "finished", reason: str | None = None) -> None:
         """Record the end of the run (`finished` or `failed`), so that no look waits for it."""
-        if self._why is None:  # otherwise the race has stopped the run, and its end is recorded
+        if self._stop_reason is None:  # otherwise the race has stopped the run, and its end is recorded
             self._ending = status, reason
             self._answer(_LAST_S)
         if self._thread is not None:
             self._calls.put(None)
             self._calls, self._thread = queue.SimpleQueue(), None
-        if self._holds:
+        if self._has_lease:
             self._lease.release()
-            self._holds = False
+            self._has_lease = False
 
     # --- background thread -----------------------------------------------------------------------------------------
 
     def _answer(self, wait_s: float) -> str | None:
         if self._thread is None or not self._thread.is_alive():  # a thread does not survive a fork
             self._thread = threading.Thread(
-                target=self._work, args=(self._calls,), daemon=True, name=f"race {self.run}"
+                target=self._answer_calls, args=(self._calls,), daemon=True, name=f"race {self.run}"
             )
             self._thread.start()
         answered = threading.Event()
         self._calls.put(answered)
         if not answered.wait(wait_s):
             self.warn(f"no answer within {wait_s:g} s; a later call will return it")
-        return self._why
+        return self._stop_reason
 
-    def _work(self, calls: queue.SimpleQueue[threading.Event | None]) -> None:
+    def _answer_calls(self, calls: queue.SimpleQueue[threading.Event | None]) -> None:
         """Answer calls in order: write pending records, then let the race decide whether this run stops."""
         while (answered := calls.get()) is not None:
             try:
                 self._write()
-                self._why = self._why or self._look()
+                self._stop_reason = self._stop_reason or self._look()
             except Exception as error:  # must not end the training
                 self.warn(f"failed; the next call will try again ({type(error).__name__}: {error})")
             answered.set()
@@ -209,10 +211,10 @@ class RacingRun:
         pending, ending = list(self._pending), self._ending
         if not pending and ending is None:
             return
-        if not self._holds:
+        if not self._has_lease:
             # On a file system without locks, a holder counts as dead only after it has been silent for this long.
             self._lease.acquire(EXPIRY_S + BEAT_S)
-            self._holds = True
+            self._has_lease = True
         self._lease.check()
         view = journal_or_none(self.run_dir)
         if view is None and not pending:

@@ -44,7 +44,7 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-class NeverBlocking:
+class NonBlockingWriter:
     """Writer to a stream whose reader may be slow or gone. It never blocks.
 
     Text that does not fit into a pipe is kept until the next write: the newest `_BUFFER_BYTES` of it.
@@ -116,7 +116,7 @@ class Bar:
             refresh_per_second=4,
             speed_estimate_period=math.inf,
             get_time=clock,
-            disable=not on_screen(self._stream),
+            disable=not is_interactive(self._stream),
             expand=True,
         )
         self._progress.add_task(what, total=total, completed=done, status="")
@@ -180,7 +180,7 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def on_screen(stream: TextIO) -> bool:
+def is_interactive(stream: TextIO) -> bool:
     """Return whether lines on a stream can be redrawn: it is a terminal, and TERM is not `dumb`."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 

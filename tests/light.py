@@ -25,10 +25,10 @@ from sweeps.run.files import write_atomically
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.journal import Journal, covered_step, read_journal
 from sweeps.run.lease import Lease
-from sweeps.run.progress import check_own, is_done
-from sweeps.run.repair import find_break, mend
+from sweeps.run.progress import check_journal_owner, is_done
+from sweeps.run.repair import cut_broken_journal, find_break
 from sweeps.run.spec import RunSpec, make_spec
-from sweeps.run.writer import sole_writer
+from sweeps.run.writer import hold_run_lease
 
 KEEP = 2
 
@@ -95,9 +95,9 @@ class State:
 def run(run_dir: Path) -> None:
     """Run the member whose spec is in `run_dir` to the end of its budget, from its newest readable checkpoint."""
     spec = RunSpec.read(run_dir)
-    with sole_writer(run_dir, spec) as lease:
+    with hold_run_lease(run_dir, spec) as lease:
         assert lease is not None
-        check_own(run_dir, spec.run)
+        check_journal_owner(run_dir, spec.run)
         if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")
             return
@@ -105,7 +105,7 @@ def run(run_dir: Path) -> None:
             for path in (run_dir / "checkpoints").glob("*.ckpt"):
                 if int(path.stem.removeprefix("step-")) > broken.step:
                     path.rename(path.with_suffix(".void"))
-            print(f"{broken.why}; kept as {mend(broken).name}")
+            print(f"{broken.why}; kept as {cut_broken_journal(broken).name}")
         _Member(run_dir, spec, lease).run()
 
 

@@ -22,7 +22,7 @@ from benchmarks.marks import rewrite, wrapped
 from sweeps.curve import Curve
 from sweeps.decide.race import run_race
 from sweeps.decide.rules import NO_LIMIT, Rules
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, parallel_map
 from sweeps.source.load import load
 
 STUDIES: tuple[tuple[str, tuple[float, ...]], ...] = (
@@ -136,7 +136,9 @@ def page(studies: Sequence[tuple[str, float]], held_out: Sequence[tuple[str, flo
         "| study | recipes | budget | method | compute | regret | stopped | false |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    rows_by_part = [[line for lines in mapped(rows, part, cores()) for line in lines] for part in (studies, held_out)]
+    rows_by_part = [
+        [line for lines in parallel_map(rows, part, cores()) for line in lines] for part in (studies, held_out)
+    ]
     parts = zip(rows_by_part, (studies, held_out), ("used for tuning", "held out"), strict=True)
     means = [line for lines, part, which in parts for line in means_of(lines, f"mean of {len(part)}, {which}")]
     return [*head, *rows_by_part[0], *rows_by_part[1], *means]

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.racing.studies import EVALUATIONS, Outcome, Setting, Study, by_last, judge, make_study
 from sweeps.curve import Array
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, parallel_map
 from sweeps.run.files import append_lines, parse_lines
 
 # Number of studies for Syne Tune. Its Gaussian processes take ten times as long as everything else together.
@@ -51,7 +51,7 @@ def simulate(
     at_once = 80  # a new pool of processes is started for each batch
     for first in range(0, len(todo), at_once):
         numbers = todo[first : first + at_once]
-        batch_outcomes = mapped(partial(_one, method, setting), numbers, cores())
+        batch_outcomes = parallel_map(partial(_one, method, setting), numbers, cores())
         lines = [{"number": number, "outcomes": each} for number, each in zip(numbers, batch_outcomes, strict=True)]
         append_lines(path, lines)
         done |= {line["number"]: line for line in lines}

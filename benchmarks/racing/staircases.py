@@ -22,7 +22,7 @@ from benchmarks.racing.studies import COMPUTE, MARGIN, SETTINGS, Setting, Study,
 from sweeps.curve import Array, make_curve
 from sweeps.decide.race import run_race
 from sweeps.decide.rules import Rules
-from sweeps.parallel import cores, mapped
+from sweeps.parallel import cores, parallel_map
 
 CROSS = next(each for each in SETTINGS if each.crossing)
 STAIRS = Setting("stairs", 0.06, stairs=True)
@@ -90,7 +90,7 @@ def page(settings: list[Setting], studies: int) -> list[str]:
     ]
     for setting in settings:
         numbers = list(islice(late_winners(setting), studies))
-        outcome_array = np.array(mapped(partial(outcomes, setting), numbers, cores()))
+        outcome_array = np.array(parallel_map(partial(outcomes, setting), numbers, cores()))
         for name, (best_share, near_share, lost, compute) in zip(METHODS, outcome_array.mean(axis=0), strict=True):
             shares = " | ".join(
                 f"{share:.3f} [{low:.3f}, {high:.3f}]"

@@ -18,7 +18,7 @@ class Recorder(Callback):
         """Handle one record. `kind` is "train" or "eval", `step` the number of completed optimizer steps."""
 
 
-def without_tips() -> None:
+def filter_lightning_tips() -> None:
     """Remove Lightning's advice to install litlogger and litmodels from its log, from now on.
 
     A Trainer logs the first tip in its constructor, perhaps before our module exists. So our callbacks, which are

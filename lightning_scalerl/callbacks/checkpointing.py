@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_scalerl.callbacks.base import without_tips
+from lightning_scalerl.callbacks.base import filter_lightning_tips
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY, damage, written_directly
 from lightning_scalerl.callbacks.evaluate import evaluation_due
 from lightning_scalerl.callbacks.run import Run, run_of
@@ -66,7 +66,7 @@ class ResumableCheckpoint(Checkpoint):
         guard: Callable[[], None] | None = None,
         keep_steps: Sequence[int] = (),
     ) -> None:
-        without_tips()
+        filter_lightning_tips()
         self.keep_steps = frozenset(whole_number("checkpoint.keep_steps", step) for step in keep_steps)
         self.directory = Path(directory)
         self.every_n_steps = whole_number("checkpoint.every_n_steps", every_n_steps)
@@ -82,7 +82,7 @@ class ResumableCheckpoint(Checkpoint):
         # Check the lease first, because the files may belong to another process by now.
         if any(step_of(path) > step for path in checkpoints(self.directory)):
             self._guard()
-            set_aside(self.directory, step)
+            mark_unusable(self.directory, step)
 
     def _remove_partial_files(self) -> None:
         """Delete `.part` files of killed processes, because they could fill the disk."""
@@ -165,7 +165,7 @@ class ResumableCheckpoint(Checkpoint):
             remove(old)
 
 
-def check_whole(path: Any) -> None:
+def refuse_unusable_path(path: Any) -> None:
     """Refuse to load what an interrupted save has left (`.part`), or a checkpoint found unusable (`.void`).
 
     Args:
@@ -180,7 +180,7 @@ def check_whole(path: Any) -> None:
         )
 
 
-def set_aside(directory: Path, step: int, suffix: str = VOID) -> None:
+def mark_unusable(directory: Path, step: int, suffix: str = VOID) -> None:
     """Add a suffix to the checkpoints after `step`, from which a run resumes, because the run will repeat their steps.
 
     `VOID` marks unusable checkpoints, which are deleted after the next save. `UNRECORDED` marks intact checkpoints
@@ -203,7 +203,7 @@ def newest_checkpoint(
     directory: str | Path,
     run: str | None = None,
     at_most: int | None = None,
-    shared: tuple[str, int] | None = None,
+    parent_checkpoint: tuple[str, int] | None = None,
 ) -> Newest:
     """Find the newest intact checkpoint of a run. Report newer ones that are skipped on stderr.
 
@@ -231,7 +231,7 @@ def newest_checkpoint(
     passed_over = []
     newest = None
     for path in checkpoints(Path(directory)):
-        owner = shared[0] if shared is not None and shared[1] == step_of(path) else run
+        owner = parent_checkpoint[0] if parent_checkpoint is not None and parent_checkpoint[1] == step_of(path) else run
         reason = why_beyond if at_most is not None and step_of(path) > at_most else unusable(path, owner)
         if reason is None:
             newest = path

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_scalerl.callbacks.base import without_tips
+from lightning_scalerl.callbacks.base import filter_lightning_tips
 from lightning_scalerl.callbacks.evaluation_set import EvaluationSet, evaluation_set
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError, whole_number
@@ -74,7 +74,7 @@ class Evaluate(Callback):
         sets: Mapping[str, Any] | None = None,
         gold_logprob: bool = False,
     ) -> None:
-        without_tips()
+        filter_lightning_tips()
         self.gold_logprob = gold_logprob
         self.sets = {name: evaluation_set(name, entry) for name, entry in (sets or {}).items()}
         explicit = {"every_n_steps": every_n_steps, "samples": samples, "seed": seed}

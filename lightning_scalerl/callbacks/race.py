@@ -15,7 +15,7 @@ from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
 
 if TYPE_CHECKING:
-    from sweeps.search.looks import Looks
+    from sweeps.search.looks import RaceWithoutController
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +81,14 @@ class Race(Recorder):
         except UserError as error:
             raise ConfigurationError(f"Race: {str(error).removeprefix('--')}") from error
         self.study, self.dry_run, self._metric, self._axis = Path(study), dry_run, metric, axis
-        self._looks: Looks | None = None
+        self._looks: RaceWithoutController | None = None
         self._due = False
         self.has_stopped = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Find the run's directory by its `RunLog`, and prepare the looks at the study's journals."""
         from sweeps.errors import UserError
-        from sweeps.search.looks import Looks
+        from sweeps.search.looks import RaceWithoutController
 
         self.has_stopped = False
         run_logs = [each for each in trainer.callbacks if isinstance(each, RunLog)]  # type: ignore[attr-defined]
@@ -97,7 +97,9 @@ class Race(Recorder):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return  # there is no journal to look at
         try:
-            self._looks = Looks(self.study, run_logs[0].run_dir, self.rules, self._metric, self._axis, log)
+            self._looks = RaceWithoutController(
+                self.study, run_logs[0].run_dir, self.rules, self._metric, self._axis, log
+            )
         except UserError as error:
             raise ConfigurationError(f"Race: {error}") from error
 

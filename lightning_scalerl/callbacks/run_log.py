@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_scalerl.callbacks.base import Recorder, without_tips
+from lightning_scalerl.callbacks.base import Recorder, filter_lightning_tips
 from lightning_scalerl.callbacks.evaluate import evaluation_of
 from lightning_scalerl.callbacks.run import Run, run_of
 from lightning_scalerl.checks import ConfigurationError
@@ -21,12 +21,12 @@ from lightning_scalerl.measure.heartbeat import MeterHeartbeat, heartbeat_cost
 from sweeps.run.interruption import RunInterruptedError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalView, read_journal
 from sweeps.run.passes import Passes, write_passes
-from sweeps.run.provenance import changes_line, code_changes, code_facts, own_files
+from sweeps.run.provenance import changes_line, code_changes, code_facts, package_digest
 
 log = logging.getLogger(__name__)
 
 # Computed at import: a member may be forked from this process much later, when files on the disk have changed.
-_IMPORTED = own_files()
+_IMPORTED = package_digest()
 # Exceptions that end a run without a failure: a request to stop, Ctrl-C, and Lightning's for SIGTERM.
 _INTERRUPTIONS = (RunInterruptedError, KeyboardInterrupt, SIGTERMException)
 
@@ -71,7 +71,7 @@ class RunLog(Recorder):
         code: Sequence[str | Path] = (),
         strict_code: bool = False,
     ) -> None:
-        without_tips()
+        filter_lightning_tips()
         self.run_dir = Path(run_dir)
         self.identity = dict(identity or {})
         self._guard = guard or (lambda: None)

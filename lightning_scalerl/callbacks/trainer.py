@@ -179,7 +179,7 @@ def _check_fit(trainer: Trainer) -> None:
             )
     evaluation = evaluation_of(trainer)
     settings = {} if evaluation is None else evaluation.settings(trainer.datamodule.task)  # type: ignore[attr-defined]
-    for callback in monitoring(trainer):
+    for callback in monitoring_callbacks(trainer):
         if str(callback.monitor).startswith("eval/"):
             _check_times(callback, evaluation, settings)
         _check_monitor(trainer, callback, settings)
@@ -250,7 +250,7 @@ def _check_mechanisms(trainer: Trainer, axes: Sequence[str]) -> None:
     Raises:
         ConfigurationError: the metric is never logged. The message lists valid names.
     """
-    for callback in monitoring(trainer):
+    for callback in monitoring_callbacks(trainer):
         prefix, _, axis = str(callback.monitor).partition("/")
         if prefix == "mechanism" and axis not in axes and not _may_log_other_metrics(trainer):
             raise ConfigurationError(
@@ -280,13 +280,13 @@ def _may_log_other_metrics(trainer: Trainer) -> bool:
     return any(not type(part).__module__.startswith(("lightning.", "lightning_scalerl.")) for part in parts)
 
 
-def monitoring(trainer: Trainer) -> list[Any]:
+def monitoring_callbacks(trainer: Trainer) -> list[Any]:
     """Return the Trainer's EarlyStopping and ModelCheckpoint callbacks that monitor a metric."""
     callbacks = [each for each in trainer.callbacks if isinstance(each, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
     return [callback for callback in callbacks if callback.monitor]
 
 
-def without_anonymous(trainer: Trainer) -> None:
+def remove_wandb_anonymous(trainer: Trainer) -> None:
     """Remove `anonymous=None` from the arguments that Lightning's W&B logger passes to `wandb.init`.
 
     wandb warns that this setting is deprecated, and Lightning passes it even if the user has not set it.
@@ -312,7 +312,7 @@ def prepare_trainer(trainer: Trainer) -> None:
         trainer.check_val_every_n_epoch = NEVER
     else:
         trainer.limit_val_batches = 0  # otherwise Lightning validates once at the end
-    for callback in monitoring(trainer):
+    for callback in monitoring_callbacks(trainer):
         if str(callback.monitor).startswith("train/"):
             _at_every_step(callback)
     if not any(isinstance(each, StepHooks) for each in callbacks):
@@ -333,7 +333,7 @@ def _at_every_step(callback: Any) -> None:
         compat.save_at_epoch_end(callback)
 
 
-def count_from(trainer: Trainer, steps: int) -> None:
+def set_step_counter(trainer: Trainer, steps: int) -> None:
     """Set a new Trainer's step counter to `steps`, so that `max_steps` and callbacks count all steps of the run."""
     loop = trainer.fit_loop.epoch_loop
     total = loop.manual_optimization.optim_step_progress.total
@@ -387,7 +387,7 @@ class StepHooks(Callback):
         """Let EarlyStopping accept that a metric of the user's is missing before the first step."""
         if trainer.global_step > 0:
             return
-        for callback in monitoring(trainer):
+        for callback in monitoring_callbacks(trainer):
             is_user_metric = (
                 not str(callback.monitor).startswith("eval/") and callback.monitor not in trainer.callback_metrics
             )
@@ -402,7 +402,7 @@ class StepHooks(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Disable callbacks that monitor `train/...` at the end of Lightning's epoch: they have already acted."""
-        for callback in monitoring(trainer):
+        for callback in monitoring_callbacks(trainer):
             for flag in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
                 if str(callback.monitor).startswith("train/") and getattr(callback, flag, False):
                     self._disabled.append((callback, flag))
@@ -420,7 +420,7 @@ class StepHooks(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Call the end-of-epoch hooks of callbacks that monitor `train/...`."""
-        for callback in monitoring(trainer):
+        for callback in monitoring_callbacks(trainer):
             if str(callback.monitor).startswith("train/"):
                 callback.on_train_epoch_end(trainer, pl_module)
 

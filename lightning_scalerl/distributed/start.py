@@ -84,7 +84,7 @@ def _devices(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
         )
     # Lightning compares SLURM's variables of the job with the Trainer's settings: give these variables the step's
     # values.
-    slurm_job.put_step_for_job(tasks, nodes)
+    slurm_job.set_step_sizes_in_environment(tasks, nodes)
     if nodes == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port()))

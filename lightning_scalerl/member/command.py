@@ -135,7 +135,7 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
         ConfigurationError: the first problem, in one line.
     """
     # Imported here, because it needs NumPy, which most commands do not need.
-    from sweeps.command.plan import Composed, make_specs
+    from sweeps.command.plan import ComposedMember, make_specs
 
     *user_folders, file = folders
     path = Path(file)
@@ -147,7 +147,7 @@ def plan_commands(override_lists: Sequence[Sequence[str]], folders: Folders = ()
         for overrides in override_lists:
             config = _with_values(base, overrides)
             values = _values(_compose_file(overrides, path, user_folders) if config is None else config, path)
-            members.append(Composed(values, file_values, tuple(overrides)))
+            members.append(ComposedMember(values, file_values, tuple(overrides)))
         return make_specs(members, path.stem, path.parent, tuple(map(str, folders)))
     except UserError as error:
         raise ConfigurationError(str(error)) from error

@@ -37,7 +37,7 @@ from lightning_scalerl.member.branch import (
     parent_of,
 )
 from lightning_scalerl.member.branch import GROUP as BRANCH
-from sweeps.run.activity import Patience
+from sweeps.run.activity import HangTimeout
 from sweeps.run.journal import JOURNAL_FILE
 from sweeps.run.spec import OPERATIONAL_KEYS, RunSpec, changed_keys, check_finite, learning_config, make_spec
 
@@ -192,7 +192,7 @@ def _check_settings(config: Mapping[str, Any]) -> None:
     """Check operational settings, which are not part of a member's identity. Does not import torch."""
     for field, least in _WHOLE_NUMBERS.items():
         whole_number(field, _setting(config, field), least)
-    Patience.of(config)
+    HangTimeout.of(config)
     strict = _setting(config, "launch.strict_code")
     if not isinstance(strict, bool | None):
         raise ConfigurationError(f"launch.strict_code: {strict!r} must be true or false")

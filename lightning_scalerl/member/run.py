@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
-from lightning_scalerl.callbacks.checkpointing import UNRECORDED, ResumableCheckpoint, newest_checkpoint, set_aside
+from lightning_scalerl.callbacks.checkpointing import UNRECORDED, ResumableCheckpoint, mark_unusable, newest_checkpoint
 from lightning_scalerl.callbacks.rollout_log import RolloutLog
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.compat.imports import collect_garbage_as_usual
@@ -26,11 +26,11 @@ from lightning_scalerl.module import ScaleRL
 from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, covered_step
 from sweeps.run.lease import Lease
-from sweeps.run.progress import check_own, is_done
+from sweeps.run.progress import check_journal_owner, is_done
 from sweeps.run.provenance import files_named
-from sweeps.run.repair import Break, find_break, mend
+from sweeps.run.repair import Break, cut_broken_journal, find_break
 from sweeps.run.spec import RunSpec
-from sweeps.run.writer import sole_writer
+from sweeps.run.writer import hold_run_lease
 
 
 def silence_libraries() -> None:
@@ -61,8 +61,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
     config = OmegaConf.create(dict(spec.config))
     torch.set_num_threads(int(config.launch.threads))
     torch.manual_seed(spec.seed)
-    with sole_writer(run_dir, spec, process_rank()) as lease:
-        check_own(run_dir, spec.run)
+    with hold_run_lease(run_dir, spec, process_rank()) as lease:
+        check_journal_owner(run_dir, spec.run)
         if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")
             return
@@ -86,8 +86,8 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
 def _repair_journal(broken: Break, checkpoints: Path, lease: Lease) -> None:
     """Cut off the journal at its first damaged record, and rename later checkpoints so that the run ignores them."""
     lease.check()
-    set_aside(checkpoints, broken.step, UNRECORDED)
-    damaged_copy = mend(broken)
+    mark_unusable(checkpoints, broken.step, UNRECORDED)
+    damaged_copy = cut_broken_journal(broken)
     start = f"from step {broken.step} or earlier" if broken.step >= 0 else "from the start: no older checkpoint exists"
     checkpoint_note = ", later checkpoints as *.unrecorded" if any(checkpoints.glob(f"step-*{UNRECORDED}")) else ""
     print(f"{broken.why}; kept as {damaged_copy.name}{checkpoint_note}; the run continues {start}", flush=True)
@@ -117,7 +117,9 @@ def _fit(
     module = ScaleRL(model=build(config, "model"), recipe=reference, streamed=sharded)
     task = build(config, "task")
     check_lease = lease.check if lease is not None else None
-    newest = newest_checkpoint(run_dir / "checkpoints", run=spec.run, at_most=covered, shared=shared_checkpoint(branch))
+    newest = newest_checkpoint(
+        run_dir / "checkpoints", run=spec.run, at_most=covered, parent_checkpoint=shared_checkpoint(branch)
+    )
     if branch is not None and newest.path is None:
         newest = replace(newest, path=parent_checkpoint(run_dir, branch, covered, leads=lease is not None))
     log = RunLog(

@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_scalerl.axes.adapter import LoRA
 from lightning_scalerl.callbacks.checkpoint_file import IDENTITY
-from lightning_scalerl.callbacks.checkpointing import check_whole
+from lightning_scalerl.callbacks.checkpointing import refuse_unusable_path
 from lightning_scalerl.callbacks.run import Run
 from lightning_scalerl.callbacks.run_log import RunLog
 from lightning_scalerl.checks import ConfigurationError
@@ -116,7 +116,7 @@ def prepare_weights(
         if saved.get("choice") == LoRA.__name__:
             arguments = (saved["rank"], saved["alpha"], saved["targets"], saved.get("modules_to_save", ()))
             adapt_policy(models.policy, LoRA(*arguments))
-    check_whole(ckpt_path)
+    refuse_unusable_path(ckpt_path)
     if models.critic is None:
         # An evaluation, or a new run that starts from this policy, does not need the critic's weights.
         weights = checkpoint["state_dict"]
@@ -283,7 +283,7 @@ def from_folder(
     """
     from lightning_scalerl.distributed.shard_files import read_into
 
-    check_whole(folder)
+    refuse_unusable_path(folder)
     checkpoint = load_outline(folder, weights_only)
     hyper_parameters = checkpoint.get("hyper_parameters", {})
     parameters = inspect.signature(module_class.__init__).parameters

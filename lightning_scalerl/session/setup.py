@@ -24,7 +24,7 @@ from lightning_scalerl.callbacks.trainer import (
     check_instances,
     check_trainer,
     prepare_trainer,
-    without_anonymous,
+    remove_wandb_anonymous,
 )
 from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.choices import Choices, by_axis
@@ -71,7 +71,7 @@ def supplied_choices(trainer: Any, recipe: Recipe, last_fit_choices: Choices | N
         evaluation.check_context(recipe.context.max_new_tokens)
     trainer.datamodule.set_evaluation_sets({} if evaluation is None else evaluation.tasks)
     check_trainer(trainer)
-    without_anonymous(trainer)
+    remove_wandb_anonymous(trainer)
     meet(trainer)
     read_either(trainer)
     if trainer.state.fn == "fit":

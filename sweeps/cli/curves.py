@@ -205,7 +205,7 @@ def set_names(options: argparse.Namespace) -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
-def over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal | None, Aggregate | None]:
+def compare_over_sets(options: argparse.Namespace, study: LoadedStudy) -> tuple[Signal | None, Aggregate | None]:
     """Compare recipes over a study's evaluation sets.
 
     Returns:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from sweeps.cli.curves import (
     check_figure,
     check_sets,
+    compare_over_sets,
     compared_at_k,
     fit_all,
     fit_options,
     fit_study,
     load_sources,
     margin,
-    over_sets,
     read_and_fit,
     read_study,
     source_arguments,
@@ -49,7 +49,7 @@ def rank_command(options: argparse.Namespace) -> None:
     _check_axes(options)
     check_sets(options)
     study = read_study(options)
-    signal, aggregate = over_sets(options, study)
+    signal, aggregate = compare_over_sets(options, study)
     fits = fit_study(options, study)
     from sweeps.parallel import cores
     from sweeps.report.ranking_text import rank_text
@@ -158,7 +158,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]) -> tuple[Plan, list[str | None]]:
     """Make a plan with the command's options. Return it with the command of each next step (None if unknown)."""
-    from sweeps.decide.plan import Factors, make_plan
+    from sweeps.decide.plan import FactorColumns, make_plan
     from sweeps.launch.resume_command import command
 
     losses = any(fit.curve.lower_is_better for fit in fits)
@@ -166,7 +166,7 @@ def planned(options: argparse.Namespace, study: LoadedStudy, fits: Sequence[Fit]
         raise UserError(f"--target {options.target:g}: rewards are minus the metric; give {-options.target:g}")
     if losses and options.size is not None:
         raise UserError("--size: laws across sizes are of pass rates; give 1 - error rate, without --lower-is-better")
-    factors = Factors(
+    factors = FactorColumns(
         size=options.size,
         rollouts=options.rollouts,
         difficulty=options.difficulty,

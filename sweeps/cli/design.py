@@ -24,12 +24,12 @@ def show_design(launch: Launch, form: object, like: str | None, margin: float | 
     """
     if form not in FORMS:
         raise UserError(f"launch.design: {form!r} is none of {', '.join(FORMS)}, null")
-    from sweeps.decide.design import foresee
+    from sweeps.decide.design import predict_resolution
     from sweeps.fit.fit import fit_curves
     from sweeps.source import load
 
     fits = [] if like is None else fit_curves(load([like]).curves)
-    found = foresee(recipes=launch.recipes, seeds=launch.seeds, fits=fits, margin=margin, by=like or "")
+    found = predict_resolution(recipes=launch.recipes, seeds=launch.seeds, fits=fits, margin=margin, by=like or "")
     if form == "json":
         print_json({**launch.to_json(), "comparisons": found.to_json()})
         return

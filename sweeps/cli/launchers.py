@@ -28,8 +28,8 @@ from sweeps.executor.failure import retries as retry_policy
 from sweeps.launch.controller import Controller
 from sweeps.launch.decider import Decider
 from sweeps.launch.labels import labelled_as_before
-from sweeps.launch.ledger import Ledger, MemberState, ended_well
-from sweeps.launch.planning import Planner, plan_apart
+from sweeps.launch.ledger import Ledger, MemberState, all_finished_or_stopped
+from sweeps.launch.planning import Planner, plan_in_subprocess
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
 from sweeps.launch.study import Study
 from sweeps.run.spec import RunSpec
@@ -117,7 +117,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         """Compose and check the members in another process, so that this one does not import torch."""
         if self._shared:
             self._compose_some(override_lists)
-        return plan_apart(self._planner, override_lists, self._folders, self._shared)
+        return plan_in_subprocess(self._planner, override_lists, self._folders, self._shared)
 
     def _compose_some(self, override_lists: Sequence[Sequence[str]]) -> None:
         """Compose some members here, so that a wrong key or choice is reported before the planner's slow imports.
@@ -170,9 +170,9 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
     def _count_adopted(self, study: Study) -> None:
         if not any(state.adopted for state in study.ledger.fold().values()):
             return
-        from sweeps.launch.adopted import count_adopted
+        from sweeps.launch.adopted import substitute_adopted_runs
 
-        study.specs, notes = count_adopted(study.directory, study.specs, _measured)
+        study.specs, notes = substitute_adopted_runs(study.directory, study.specs, _measurement)
         self._preface = [*self._preface, *notes]
 
     def _check_ranks(self, specs: Sequence[RunSpec]) -> None:
@@ -193,10 +193,10 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             UserError: the launch takes more device hours than allowed, or a setting is invalid.
         """
         from sweeps.launch.adopted import replaced_members
-        from sweeps.launch.price import check_hours, launch_of
+        from sweeps.launch.price import check_hours, estimate_launch
 
         elsewhere = replaced_members(directory, specs)
-        launch = launch_of(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
+        launch = estimate_launch(specs, directory, settings.get("like"), settings.get("rate"), elsewhere)
         check_hours(launch, settings.get("max_device_hours"))
         if (form := settings.get("design")) is None:
             # Printed when the launch is accepted, so that a refused launch prints only one line.
@@ -246,15 +246,15 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         trials = [replace(spec, run=f"{spec.run}/{n}") for n in range(len(study.specs), checked.n_trials)]
         if self._check_cost(trials, directory, spec.config["launch"]):
             return
-        from sweeps.launch.adopted import count_adopted, find_substitutes
+        from sweeps.launch.adopted import find_substitutes, substitute_adopted_runs
 
         require("optuna", "hydra/sweeper: a search")
         from sweeps.search.optuna_search import Search  # Optuna takes a second to import
 
         find = None
         if "command" in spec.config and any(state.adopted for state in study.ledger.fold().values()):
-            count_adopted(directory, [spec], _measured)  # raises if trials measure compute in another way
-            find = partial(find_substitutes, directory, measurement_of=_measured)
+            substitute_adopted_runs(directory, [spec], _measurement)  # raises if trials measure compute in another way
+            find = partial(find_substitutes, directory, measurement_of=_measurement)
         with self._search_planner() as planner:
             search = Search(
                 study=study,
@@ -285,7 +285,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
             preface = [*filter(None, [self._translation_note]), *self._preface]
             with prepare_study(study, plan, decider=decider, preface=preface) as prepared:
                 states = prepared.commit(files, detach=bool(self._settings.get("detach")))
-            if search is None and ended_well(states):
+            if search is None and all_finished_or_stopped(states):
                 show_results(study.directory, plan.tracking)
             return states
         except KeyboardInterrupt:
@@ -374,7 +374,7 @@ def _axis(config: Mapping[str, Any]) -> str | None:
     return AXIS_OF[config["command"]["compute"]["unit"]]
 
 
-def _measured(spec: RunSpec) -> tuple[str, str, str]:
+def _measurement(spec: RunSpec) -> tuple[str, str, str]:
     """Return a command member's compute axis, description of measured compute, and reward metric."""
     from sweeps.command.settings import command_of
 

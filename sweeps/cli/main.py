@@ -21,7 +21,7 @@ from sweeps import __version__
 from sweeps.cli.study_commands import ROWS, train_command
 from sweeps.decide.margin import MARGIN
 from sweeps.decide.rules import Rules
-from sweeps.errors import UserError, of_the_system
+from sweeps.errors import UserError, describe_os_error
 from sweeps.fit.names import FAMILY_NAMES, METHOD
 from sweeps.terminal import open_streams
 from sweeps.threads import multiply_on_one_thread
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if (reason := of_the_system(error)) is None:
+        if (reason := describe_os_error(error)) is None:
             raise
         print(f"scalerl: {reason}", file=sys.stderr)
         return 1

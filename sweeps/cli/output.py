@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sweeps.errors import UserError
 from sweeps.report.plain import one_line, table
-from sweeps.terminal import Cell, Column, fitted, on_screen
+from sweeps.terminal import Cell, Column, fitted, is_interactive
 
 if TYPE_CHECKING:
     from sweeps.decide.rank import Ranking
@@ -38,7 +38,7 @@ def warn(notes: Sequence[str]) -> None:
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. On a terminal it is fitted to the width and states are coloured; elsewhere it is complete."""
-    if not on_screen(sys.stdout):
+    if not is_interactive(sys.stdout):
         print(table([column.name for column in columns], rows))
         return
     from rich.console import Console
@@ -74,7 +74,7 @@ def print_ranking(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
     from sweeps.fit.fit import warnings_of
 
     warn(warnings_of(fits))
-    if not on_screen(sys.stdout):
+    if not is_interactive(sys.stdout):
         from sweeps.report.ranking_text import ranking_text
 
         print(ranking_text(ranking))
@@ -132,7 +132,7 @@ def _show_outcome(study: Path, fits: Sequence[Fit], ranking: Ranking) -> None:
     """Print the ranking. Without a terminal, print the study's folder, its outcome in one line, and next commands."""
     from sweeps.fit.fit import warnings_of
 
-    if on_screen(sys.stderr):
+    if is_interactive(sys.stderr):
         print()
         print_ranking(study, fits, ranking)
         return

@@ -12,12 +12,12 @@ from sweeps.cli.curves import (
     check_sets,
     check_window,
     check_writable,
+    compare_over_sets,
     compared_at_k,
     fit_options,
     fit_study,
     load_sources,
     margin,
-    over_sets,
     read_and_fit,
     read_study,
 )
@@ -27,10 +27,10 @@ from sweeps.parallel import cores
 from sweeps.report.plain import one_line
 from sweeps.source import LoadedStudy
 from sweeps.source.places import Place
-from sweeps.terminal import on_screen
+from sweeps.terminal import is_interactive
 
 if TYPE_CHECKING:
-    from sweeps.decide.watch import News
+    from sweeps.decide.watch import SnapshotEvent
     from sweeps.report.page import OtherStudy
 
 
@@ -40,7 +40,7 @@ def report_command(options: argparse.Namespace) -> None:
     check_writable(page)
     check_sets(options)
     study = read_study(options)
-    signal, aggregate = over_sets(options, study)
+    signal, aggregate = compare_over_sets(options, study)
     fits = fit_study(options, study)
     # Imported here, because Matplotlib takes a second.
     from sweeps.decide.rank import rank
@@ -94,7 +94,7 @@ def watch_command(options: argparse.Namespace) -> None:
     if not options.interval > 0:
         raise UserError(f"--interval {options.interval:g}: must be positive; give seconds")
     path = default_path(options.sources) if options.out is None else Path(options.out)
-    if not options.once and not options.json and on_screen(sys.stdout):
+    if not options.once and not options.json and is_interactive(sys.stdout):
         from sweeps.cli.watch_live import watch_live
 
         check_window(options)
@@ -142,7 +142,7 @@ def watch_command(options: argparse.Namespace) -> None:
         return
 
 
-def _print_news(news: News, as_json: bool) -> None:
+def _print_news(news: SnapshotEvent, as_json: bool) -> None:
     """Print one snapshot in one line, and flush it, because stdout may be a pipe."""
     from sweeps.report.fit_text import snapshot_line
 

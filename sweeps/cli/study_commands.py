@@ -81,7 +81,7 @@ def _status_rows(views: Sequence[MemberView], limit: int | None) -> list[list[st
         rate = "-" if view.pass_rate is None else f"{view.pass_rate:.3f}"
         place = " on ".join(filter(None, (view.job, view.node)))
         row = [view.state, view.recipe, str(view.seed), step, rate, str(view.attempts), place or "-"]
-        rows.append([*row, view.reason or silence(view)])
+        rows.append([*row, view.reason or inactivity_note(view)])
     if limit is not None and len(views) > limit:
         rows.append([f"and {len(views) - limit} more (--all)", *[""] * 7])
     return rows
@@ -96,7 +96,7 @@ def _side_rows(view: MemberView) -> list[list[str]]:
     return rows
 
 
-def silence(view: MemberView) -> str:
+def inactivity_note(view: MemberView) -> str:
     """Return a note if a running member has recorded no activity for `SILENT_S` seconds; else ""."""
     if view.idle_s is None or view.idle_s < SILENT_S:
         return ""
@@ -154,7 +154,7 @@ def adopt_command(options: argparse.Namespace) -> None:
 
 def clean_command(options: argparse.Namespace) -> None:
     """List a study's removable files with their sizes; with `--yes` remove them (`scalerl clean`)."""
-    from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
+    from sweeps.launch.clean import KINDS, USUAL, clean, format_size, inventory
 
     study = Path(options.study)
     kinds = [kind for kind in KINDS if getattr(options, kind)] or [*USUAL]
@@ -165,7 +165,7 @@ def clean_command(options: argparse.Namespace) -> None:
         [
             kind,
             str(len(result.removable[kind])),
-            shown_size(result.size(kind)),
+            format_size(result.size(kind)),
             "" if kind in kinds else f"with --{kind}",
             what,
         ]
@@ -200,7 +200,7 @@ def export_command(options: argparse.Namespace) -> None:
 
 def collect_command(options: argparse.Namespace) -> None:
     """Continue a study: classify ended jobs, submit the rest, print status and ranking (`scalerl collect`)."""
-    from sweeps.launch.ledger import LEDGER_FILE, ended_well
+    from sweeps.launch.ledger import LEDGER_FILE, all_finished_or_stopped
     from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings, prepare_study, report_failures
     from sweeps.launch.status import counts, overview
     from sweeps.launch.study import Study
@@ -228,7 +228,7 @@ def collect_command(options: argparse.Namespace) -> None:
     views = overview(directory, _scheduler(directory))
     print(f"{directory}: {counts(views)}\n")
     print_table(STATUS, _status_rows(views, ROWS))
-    if states is not None and plan.tracking and ended_well(states):
+    if states is not None and plan.tracking and all_finished_or_stopped(states):
         show_chart(directory, plan.tracking)
     elif any(view.step is not None for view in views):
         show_ranking(directory)

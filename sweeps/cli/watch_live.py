@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sweeps.cli.curves import fit_options, load_sources
-from sweeps.cli.study_commands import silence
+from sweeps.cli.study_commands import inactivity_note
 from sweeps.decide.live_ranking import LiveRanking
 from sweeps.decide.watch import sources_state, waiting
 from sweeps.errors import UserError
@@ -180,7 +180,7 @@ def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Sc
 
 
 def _member_row(view: MemberView, rewards: tuple[float, ...]) -> Member:
-    note = view.reason or silence(view)
+    note = view.reason or inactivity_note(view)
     return Member(
         recipe=view.recipe,
         seed=str(view.seed),

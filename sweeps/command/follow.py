@@ -166,7 +166,7 @@ class Follower:
         other = self._differing(newest)
         self._start(self.last_step)
         if other and went_back and any(step < first for step in self._compute):
-            self._go_back(first, max(self._compute))
+            self._record_resume(first, max(self._compute))
         elif other:  # values of some steps were logged after these steps had been recorded
             self._record_ended({name: [row for row in rows if row[0] in other] for name, rows in newest.items()}, True)
         self._continue_compute(newest)
@@ -342,7 +342,7 @@ class Follower:
         # A step is recorded again if its values have changed, because some were logged late or again.
         new = sorted(step for step in complete if self._recorded.get(step) != attempt.at(step))
         first = not ended and not self._recorded
-        if first and self.started_before and not final and len(new) == 1 and self._is_far(new):
+        if first and self.started_before and not final and len(new) == 1 and self._may_follow_gap(new):
             return False  # wait for one more step, which shows how far apart logged steps are
         attempt.waiting.difference_update(complete)
         if not new:
@@ -392,7 +392,7 @@ class Follower:
     def _record_start(self, new: Sequence[int]) -> None:
         """If this attempt continues an earlier one, record from which step; `new` are the first steps logged."""
         if self._last_before is not None:
-            self._go_back(new[0], self._last_before, new)
+            self._record_resume(new[0], self._last_before, new)
         elif self.started_before and (end := self._end_of_hole(-1, new)) is not None:
             self._journal.resume(end, **self._resume_facts)
             self._record_hole(-1, end)
@@ -408,7 +408,7 @@ class Follower:
         largest = max((b - a for a, b in [*pairs, *pairwise(new)]), default=None)
         return new[0] - largest if largest is not None and new[0] - max(last, 0) > largest else None
 
-    def _is_far(self, new: Sequence[int]) -> bool:
+    def _may_follow_gap(self, new: Sequence[int]) -> bool:
         """Return whether there may be a gap before the new steps: also if the journal has fewer than two steps."""
         last = max((step for step in self._compute if step < new[0]), default=-1)
         return len(self._compute) < 2 or self._end_of_hole(last, new) is not None
@@ -424,7 +424,7 @@ class Follower:
             self._begin = float(end), base * end / last, began
             self._last_poll = float(end), self._last_poll[1]
 
-    def _go_back(self, first: int, reached: int, new: Sequence[int] = ()) -> None:
+    def _record_resume(self, first: int, reached: int, new: Sequence[int] = ()) -> None:
         """Record a resume before the step `first`, which makes records from there up to step `reached` void.
 
         Args:

@@ -45,7 +45,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class HalfLineEnd:
     """Position in a file where a killed process left half a line, after which another process appends.
 
     Attributes:
@@ -57,7 +57,7 @@ class Cut:
     before: str
 
     @classmethod
-    def of(cls, path: Path) -> Cut | None:
+    def of(cls, path: Path) -> HalfLineEnd | None:
         """Return the end of a file that ends in half a line; None if it ends in a newline, is empty or missing."""
         try:
             with path.open("rb", buffering=0) as handle:
@@ -146,7 +146,7 @@ class GrowingLog:
     """
 
     def __init__(
-        self, path: Path, new_rows: Callable[[], Rows], lenient: bool = False, cuts: Sequence[Cut] = ()
+        self, path: Path, new_rows: Callable[[], Rows], lenient: bool = False, cuts: Sequence[HalfLineEnd] = ()
     ) -> None:
         self._path, self._new_rows, self._lenient, self._cuts = path, new_rows, lenient, cuts
         self._file: tuple[int, int] | None = None

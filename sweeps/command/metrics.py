@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sweeps.command.growing import Column, Cut, Ending, GrowingLog, Rows, UnfitError
+from sweeps.command.growing import Column, Ending, GrowingLog, HalfLineEnd, Rows, UnfitError
 from sweeps.command.settings import STDOUT, STDOUT_FILE, Command, newest
 from sweeps.run.files import sync
 from sweeps.source.log import Log
@@ -47,7 +47,7 @@ class Source:
         ending: how to treat a last line without a newline.
     """
 
-    def __init__(self, command: Command, run_dir: Path, cuts: Sequence[Cut] = ()) -> None:
+    def __init__(self, command: Command, run_dir: Path, cuts: Sequence[HalfLineEnd] = ()) -> None:
         self._command, self._cuts = command, cuts
         self._stdout = command.source == STDOUT
         self._path = str(run_dir / STDOUT_FILE) if self._stdout else command.source
@@ -71,7 +71,7 @@ class Source:
         """Number of damaged lines that were left out."""
         return self._latest.left_out
 
-    def seal(self) -> Cut | None:
+    def mark_half_line(self) -> HalfLineEnd | None:
         """Mark where a killed process left half a line, before another process appends to the file.
 
         The file with the standard output gets a newline. A file that the command itself writes is not changed.
@@ -82,7 +82,7 @@ class Source:
         if self._command.remote or self._command.is_pattern:
             return None
         path = Path(self._path)
-        cut = Cut.of(path)
+        cut = HalfLineEnd.of(path)
         if cut is None or not self._stdout:
             return None if cut is None or path.suffix.lower() not in _BY_LINE else cut
         with path.open("ab") as handle:

@@ -26,8 +26,8 @@ from sweeps.command.settings import (
     used_names,
 )
 from sweeps.command.template import as_text, fill, flatten
-from sweeps.errors import UserError, naming
-from sweeps.run.activity import Patience
+from sweeps.errors import UserError, errors_naming
+from sweeps.run.activity import HangTimeout
 from sweeps.run.files import parse_line
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, LOG_FILE, SEMANTICS_FILE
 from sweeps.run.spec import SPEC_FILE, RunSpec, make_spec
@@ -42,7 +42,7 @@ RESERVED_FILES = frozenset(
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedMember:
     """A member's configuration and where it comes from.
 
     Attributes:
@@ -56,7 +56,7 @@ class Composed:
     overrides: tuple[str, ...]
 
 
-def make_specs(members: Sequence[Composed], name: str, folder: Path, folders: Sequence[str]) -> list[RunSpec]:
+def make_specs(members: Sequence[ComposedMember], name: str, folder: Path, folders: Sequence[str]) -> list[RunSpec]:
     """Check members that run another trainer's command, and make their specifications.
 
     Args:
@@ -132,7 +132,7 @@ def resolved(spec: RunSpec, run_dir: Path) -> Command:
 def _resolve_files(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a configuration with absolute paths, the texts of templates, and digests of the files that it names."""
     command, compute = config["command"], config["command"]["compute"]
-    with naming("command.folder"):
+    with errors_naming("command.folder"):
         working_dir = (folder / (command["folder"] or ".")).resolve()
         if not working_dir.is_dir():
             raise UserError(
@@ -195,7 +195,7 @@ def _check(config: Mapping[str, Any]) -> None:
     seed = config.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed: {seed!r} must be a whole number; give seed=0, or several: seed=0,1,2")
-    Patience.of(config)
+    HangTimeout.of(config)
     used = used_names(config)
     valid = flatten(own_values(config))
     for key, value in valid.items():

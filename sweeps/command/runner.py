@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.command.follow import Follower, MetricsError
-from sweeps.command.growing import Cut, Ending
+from sweeps.command.growing import Ending, HalfLineEnd
 from sweeps.command.metrics import Source
 from sweeps.command.plan import named_files, resolved
 from sweeps.command.settings import STDOUT, STDOUT_FILE, command_of
 from sweeps.errors import UserError
 from sweeps.process import Ended, Tree, locked
 from sweeps.run.activity import activity
-from sweeps.run.files import end_of, read_json, write_atomically, write_json
+from sweeps.run.files import read_end, read_json, write_atomically, write_json
 from sweeps.run.interruption import RunInterruptedError, interruption
 from sweeps.run.job import current
 from sweeps.run.journal import CONFIG_FILE, LOG_FILE, SEMANTICS_FILE, Journal, JournalView
 from sweeps.run.lease import Lease
-from sweeps.run.progress import check_own, is_done, journal_or_none
+from sweeps.run.progress import check_journal_owner, is_done, journal_or_none
 from sweeps.run.provenance import changes_line, code_changes, code_facts, versions
-from sweeps.run.repair import find_break, mend
+from sweeps.run.repair import cut_broken_journal, find_break
 from sweeps.run.spec import RunSpec
-from sweeps.run.writer import sole_writer
+from sweeps.run.writer import hold_run_lease
 from sweeps.terminal import counted
 
 LOCK_FILE = ".command.lock"
@@ -65,20 +65,20 @@ def run_member(run_dir: Path, progress: bool = False) -> None:
             used.
     """
     spec = RunSpec.read(run_dir)
-    with sole_writer(run_dir, spec, current().rank()) as lease:
+    with hold_run_lease(run_dir, spec, current().rank()) as lease:
         if lease is None:
             raise UserError(
                 "hydra.launcher.tasks_per_node: a member that is a command is one task, and starts its ranks itself; "
                 "give tasks_per_node=1"
             )
-        check_own(run_dir, spec.run)
+        check_journal_owner(run_dir, spec.run)
         if is_done(run_dir, spec.steps, spec.run):
             print(f"{spec.title}: done already")
             return
         _write_config(run_dir, spec.config)
         if (broken := find_break(run_dir)) is not None:
             lease.check()
-            copy = mend(broken)
+            copy = cut_broken_journal(broken)
             print(
                 f"{broken.why}; kept as {copy.name}; lost records are read again from the command's metrics if they "
                 "are still there",
@@ -94,7 +94,7 @@ class _Member:
         self._run_dir, self._spec, self._lease, self._progress = run_dir, spec, lease, progress
         self._command = resolved(spec, run_dir)
         self._attempts = 0  # number of attempts before this one
-        self._cuts: list[Cut] = []
+        self._cuts: list[HalfLineEnd] = []
         self._source = Source(self._command, run_dir, self._cuts)
         self._stop_reason: str | None = None  # why the command was asked to stop
         self._log_start = 0  # size of the log when the command was started
@@ -121,7 +121,7 @@ class _Member:
         checkpoint = self._command.newest_checkpoint()
         self._journal = Journal(self._run_dir)
         try:
-            facts = self._facts(earlier)
+            facts = self._code_provenance(earlier)
             if earlier is None:
                 self._journal.header(**self._header(), code=facts)
             self._follower = follower = Follower(
@@ -135,7 +135,7 @@ class _Member:
                 checkpoint is not None or (has_steps and self._command.checkpoints is None)
             )
             follower.began_anew, follower.started_before = not resumes, bool(self._attempts)
-            if (cut := self._source.seal()) is not None:
+            if (cut := self._source.mark_half_line()) is not None:
                 self._cuts.append(cut)
             self._start_and_follow(resumes, checkpoint, lock)
         finally:
@@ -180,7 +180,7 @@ class _Member:
             cuts = entry.get("cuts")
             for entry_cut in cuts if isinstance(cuts, list) else ():
                 match entry_cut:
-                    case [int(at), str(digest)] if (cut := Cut(at, digest)) not in self._cuts:
+                    case [int(at), str(digest)] if (cut := HalfLineEnd(at, digest)) not in self._cuts:
                         self._cuts.append(cut)
 
     def _check_checkpoint(self, earlier: JournalView | None, checkpoint: str) -> None:
@@ -205,7 +205,7 @@ class _Member:
             "reward_is": dict(self._command.rewards),
         }
 
-    def _facts(self, earlier: JournalView | None) -> dict[str, Any]:
+    def _code_provenance(self, earlier: JournalView | None) -> dict[str, Any]:
         """Return the code provenance, including files that the command names. Warn of changes since the launch.
 
         Raises:
@@ -387,7 +387,7 @@ class _Member:
 
     def _last_error_line(self) -> str:
         """Return the last line that was written to the log since the command started, at most 300 characters."""
-        text = end_of(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_start)
+        text = read_end(self._run_dir / LOG_FILE, _TAIL_BYTES, self._log_start)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""
 

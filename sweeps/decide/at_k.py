@@ -22,7 +22,7 @@ from sweeps.source.journals import curves_of
 
 
 @dataclass(frozen=True)
-class PlaceBy(AsJson):
+class MetricPosition(AsJson):
     """A recipe's positions in the two orders of one metric, which is pass@1 or pass@k.
 
     Attributes:
@@ -43,8 +43,8 @@ class Places(AsJson):
     """A recipe's positions by pass@1 and by pass@k."""
 
     recipe: str
-    at_1: PlaceBy
-    at_k: PlaceBy
+    at_1: MetricPosition
+    at_k: MetricPosition
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def study_at_k(study: LoadedStudy, ranking: Ranking, fit: Callable[[Sequence[Cur
     return at_k(ranking, rank(fit(curves), margin=ranking.margin, brief=True), metric)
 
 
-def _place_of(ranking: Ranking, recipe: str) -> PlaceBy:
+def _place_of(ranking: Ranking, recipe: str) -> MetricPosition:
     rows = () if ranking.rewards is None else ranking.rewards.rows
     place, row = next(((at, row) for at, row in enumerate(rows, 1) if row.recipe == recipe), (None, None))
     entry = next((entry for entry in ranking.ranking if entry.recipe == recipe), None)
     is_ranked = entry is not None and entry.rank is not None
-    return PlaceBy(
+    return MetricPosition(
         place=place,
         R=None if row is None else row.R,
         p_best=None if row is None else row.p_best,

@@ -20,7 +20,7 @@ _AXIS_NAMES = {**UNITS, "step": "steps"}
 
 
 @dataclass(frozen=True)
-class Column(AsJson):
+class AxisComparison(AsJson):
     """Recipes compared on one compute axis.
 
     Attributes:
@@ -48,7 +48,7 @@ class Column(AsJson):
 class ByAxis(AsJson):
     """Comparison of recipes on all compute axes. agreed: whether one recipe has the highest reward on each axis."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[AxisComparison, ...]
     agreed: bool
     sentence: str
 
@@ -73,7 +73,9 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
     for axis, axis_fits in fits.items():
         result = rewards(axis_fits)
         if result is not None:
-            columns.append(Column(axis, _AXIS_NAMES.get(axis, axis.rpartition("/")[2]), result.compute, result.rows))
+            columns.append(
+                AxisComparison(axis, _AXIS_NAMES.get(axis, axis.rpartition("/")[2]), result.compute, result.rows)
+            )
     if rate is not None:
         if not 0 < rate < float("inf"):
             raise UserError(f"--rate {rate:g}: must be a positive price of a device hour")
@@ -86,7 +88,7 @@ def by_axis(fits: Mapping[str, Sequence[Fit]], rate: float | None = None) -> ByA
         if hours is None:
             raise UserError(f"--rate {rate:g}: no axis in hours among {', '.join(fits)}; name one in --axes")
         cost_rows = tuple(replace(row, C=_multiply(row.C, rate)) for row in hours.rows)
-        columns.append(Column("cost", "cost", rate * hours.compute, cost_rows))
+        columns.append(AxisComparison("cost", "cost", rate * hours.compute, cost_rows))
     if not columns:
         raise UserError("--axes: no recipe has evaluations enough on any of them")
     firsts = {column.first.recipe for column in columns}
@@ -103,8 +105,8 @@ def _multiply(interval: Interval | None, factor: float) -> Interval | None:
     return Interval(value, low, high)
 
 
-def _sentence(columns: Sequence[Column]) -> str:
-    by_first: dict[str, list[Column]] = {}
+def _sentence(columns: Sequence[AxisComparison]) -> str:
+    by_first: dict[str, list[AxisComparison]] = {}
     for column in columns:
         by_first.setdefault(column.first.recipe, []).append(column)
     parts = [

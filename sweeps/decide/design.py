@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sweeps.as_json import AsJson
-from sweeps.decide.pairwise import POWER, Z_975, deviation, pairing_of_two, reward_difference, rewards_near
+from sweeps.decide.pairwise import POWER, Z_975, deviation, pair_by_seed, reward_difference, seed_scatter_near
 from sweeps.decide.standing import margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit
-from sweeps.fit.predict import readable
+from sweeps.fit.predict import can_forecast
 from sweeps.fit.seeds import BORROWED_SEED_SD
 from sweeps.terminal import counted
 
@@ -21,7 +21,7 @@ _SIMULATED_STUDIES = 4000
 
 
 @dataclass(frozen=True)
-class Foresight(AsJson):
+class StudyPrediction(AsJson):
     """Prediction of how many comparisons with the best recipe a planned study will leave undecided.
 
     Attributes:
@@ -45,7 +45,9 @@ class Foresight(AsJson):
     sentence: str
 
 
-def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = "") -> Foresight:
+def predict_resolution(
+    recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | None = None, by: str = ""
+) -> StudyPrediction:
     """Predict the smallest difference that a planned study can resolve, and how many comparisons stay undecided.
 
     A difference of two means of n seeds has a standard error s / sqrt(n). All pairs of recipes of the earlier study
@@ -66,7 +68,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     """
     if recipes < 1 or seeds < 1:
         raise UserError(f"design: {recipes} recipes with {seeds} seeds is no study; give one of each at least")
-    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    readable_fits = [fit for fit in fits if can_forecast(fit) and fit.window is not None]
     scale = max((fit.curve.scale for fit in readable_fits), default=1.0)
     margin = margin_of(readable_fits, margin)
     pairs = _compare_pairs(readable_fits, scale)
@@ -93,7 +95,7 @@ def foresee(recipes: int, seeds: int, fits: Sequence[Fit] = (), margin: float | 
     elif undecided is not None:
         opening = f"with {counted(seeds, 'seed')} per recipe, about {undecided:.0f} of {recipes - 1} comparisons"
         sentence = f"{opening} with the best will stay undecided: {sentence}"
-    return Foresight(
+    return StudyPrediction(
         comparisons=recipes - 1,
         undecided=undecided,
         smallest=smallest,
@@ -120,12 +122,12 @@ def _compare_pairs(fits: Sequence[Fit], scale: float) -> list[tuple[float, float
     if len(fits) < 2:
         return []
     compute = min(fit.window[1] for fit in fits if fit.window is not None)
-    offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
+    offsets_by_recipe = {fit.recipe: seed_scatter_near(fit.curve, compute) for fit in fits}
     pairs = []
     for i, first in enumerate(fits):
         for second in fits[:i]:
             draws = reward_difference(
-                first, second, compute, pairing_of_two(first.recipe, second.recipe, offsets_by_recipe, scale)
+                first, second, compute, pair_by_seed(first.recipe, second.recipe, offsets_by_recipe, scale)
             )
             pairs.append(
                 (deviation(draws), float(np.median(draws)), min(first.informative_seeds, second.informative_seeds))

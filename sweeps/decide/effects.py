@@ -28,12 +28,12 @@ from scipy.special import logsumexp
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
-from sweeps.decide.reach import first_above
+from sweeps.decide.reach import first_compute_above
 from sweeps.decide.standing import draw_asymptotes
 from sweeps.errors import UserError
 from sweeps.fit.constants import FARTHEST
 from sweeps.fit.fit import Fit, Interval, interval_of
-from sweeps.fit.predict import asymptote_draws, paths, readable
+from sweeps.fit.predict import asymptote_draws, can_forecast, paths
 
 # OWN: level on the axes that a recipe's label does not change. BASE: name of an additional axis, on which the level is
 # the part of the recipe's label before the first `+`.
@@ -115,7 +115,7 @@ class Effects(AsJson):
     JSON: ClassVar = {"residual_sd": "own"}
 
 
-def table_of(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def levels_of_recipes(recipes: Sequence[str], factors: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Return each recipe's level on every axis, parsed from its label (`base+axis=choice+...`) and its factors.
 
     A setting of a choice counts as part of the choice's axis if some recipe changes that axis:
@@ -152,11 +152,11 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
         UserError: fewer than three recipes have a forecast, no axis varies, or an interaction names an axis that does
             not vary.
     """
-    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    readable_fits = [fit for fit in fits if can_forecast(fit) and fit.window is not None]
     left_out = tuple(fit.recipe for fit in fits if fit not in readable_fits)
     if len(readable_fits) < 3:
         raise UserError(f"effects: {len(readable_fits)} recipes can be read; a grid takes three or more")
-    cells = table_of([fit.recipe for fit in readable_fits], [fit.curve.factors for fit in readable_fits])
+    cells = levels_of_recipes([fit.recipe for fit in readable_fits], [fit.curve.factors for fit in readable_fits])
     axes = {axis: list(dict.fromkeys(cell[axis] for cell in cells)) for axis in cells[0]}
     # The level of recipes that keep their base's choice comes first, because it is the reference of the effects.
     axes = {axis: sorted(levels, key=lambda level: level != OWN) for axis, levels in axes.items() if len(levels) > 1}
@@ -173,7 +173,7 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     scale = max(fit.curve.scale for fit in readable_fits)
     design = _Design.of(cells, axes, interactions)
     asymptotes = np.stack([one.asymptote() for one in draw_asymptotes(readable_fits)])
-    on_asymptote = _solve(design, asymptotes.mean(1), np.atleast_2d(np.cov(asymptotes)), scale)
+    on_asymptote = _effects_posterior(design, asymptotes.mean(1), np.atleast_2d(np.cov(asymptotes)), scale)
     error_variance = float(np.median(np.diag(np.atleast_2d(np.cov(asymptotes)))))
     next_cells = tuple(_choose_next_cells(cells, axes, interactions, on_asymptote, error_variance))
     centre = _central_cell(cells)
@@ -195,7 +195,9 @@ def effects(fits: Sequence[Fit], interactions: Sequence[tuple[str, str]] = ()) -
     on_compute = None
     if len(cells_with_compute) >= 3:
         logs = np.stack([np.log(draws) for draws in half_gain_computes if draws is not None])
-        on_compute = _solve(design.of_cells(cells_with_compute), logs.mean(1), np.diag(logs.var(1)), _LOG_SCALE)
+        on_compute = _effects_posterior(
+            design.of_cells(cells_with_compute), logs.mean(1), np.diag(logs.var(1)), _LOG_SCALE
+        )
     rows = [
         Effect(
             axis=axis,
@@ -309,7 +311,7 @@ class _Posterior:
     effect_sds: tuple[float, float]
 
 
-def _solve(design: _Design, y: Array, error: Array, scale: float) -> _Posterior:
+def _effects_posterior(design: _Design, y: Array, error: Array, scale: float) -> _Posterior:
     """Return the posterior of the effects.
 
     Args:
@@ -375,7 +377,7 @@ def _compute_to_half_gain(fit: Fit) -> Array | None:
     top = asymptote_draws(fit)
     half = 0.5 * (rewards[:, 0] + top)
     shifted = rewards - half[:, None]
-    return np.clip(first_above(shifted, computes, 0.0), computes[1], computes[-1])
+    return np.clip(first_compute_above(shifted, computes, 0.0), computes[1], computes[-1])
 
 
 def _choose_next_cells(

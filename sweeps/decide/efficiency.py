@@ -17,7 +17,7 @@ from sweeps.curve import Array
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.posterior import draw_by_weight
-from sweeps.fit.predict import quantiles, support
+from sweeps.fit.predict import forecast_limit, quantiles
 from sweeps.fit.seeds import SeedSpread
 
 # Fractions of the gain. Ties are broken by the compute to reach MOST; the compute to reach HALF is only shown.
@@ -72,7 +72,7 @@ class Ratio:
         return interval is not None and interval.high is not None and interval.high < 1
 
 
-def tail_of_all_pairs(count: int) -> float:
+def bonferroni_tail(count: int) -> float:
     """Return the tail probability at which the ratio intervals of all pairs of `count` recipes hold at once.
 
     This is Bonferroni's correction. All ratios divide by the fastest recipe, which is selected by the same draws. With
@@ -126,7 +126,7 @@ def efficiencies(
         dof = spread.dof
         density = -0.5 * squares if np.isinf(dof) else -0.5 * (dof + 1) * np.log1p(squares / dof)
         rows = draw_by_weight(np.exp(density - density.max()), DRAWS, rng)
-        limit = support(fit)
+        limit = forecast_limit(fit)
         b, c_mid = draws.B[rows], draws.C_mid[rows]
         computes = [draws.family.compute_at(share, b, c_mid) for share in (MOST, HALF)]
         computes = [np.where(at > (np.inf if limit is None else limit), np.inf, at) for at in computes]

@@ -153,7 +153,7 @@ def keep_or_discard(
     if margin is not None and not 0 < margin < math.inf:
         raise UserError(f"--margin {margin:g}: give a positive difference")
     base_runs, candidate_runs = by_name[baseline], by_name[candidate]
-    values = {name: _distinct(runs.values) for name, runs in by_name.items()}
+    values = {name: _drop_identical(runs.values) for name, runs in by_name.items()}
     squares = sum(_sum_of_squares(group) for group in values.values())
     degrees = sum(max(len(group) - 1, 0) for group in values.values())
     floor = _noise_floor(squares, degrees)
@@ -164,7 +164,9 @@ def keep_or_discard(
     verdict, doubt = UNDECIDED, ""
     if estimate is not None:
         verdict = estimate.verdict
-        doubt = _doubt(base_runs, candidate_runs, values, sign, squares, degrees) if verdict != UNDECIDED else ""
+        doubt = (
+            _reason_to_doubt(base_runs, candidate_runs, values, sign, squares, degrees) if verdict != UNDECIDED else ""
+        )
         verdict = UNDECIDED if doubt else verdict
     sentence = _sentence(verdict, base_runs, candidate_runs, estimate, margin, doubt)
     return ChangeVerdict(
@@ -177,7 +179,7 @@ def keep_or_discard(
         candidate=candidate,
         value=table.value,
         lower_is_better=lower_is_better,
-        sides=(_side(base_runs), _side(candidate_runs)),
+        sides=(_summarize_runs(base_runs), _summarize_runs(candidate_runs)),
         difference=None if estimate is None else estimate.interval,
         spread=None if estimate is None else estimate.spread,
         noise_floor=floor,
@@ -211,7 +213,7 @@ def runs_needed(spread: float, margin: float) -> int | None:
     return None
 
 
-def _distinct(values: tuple[float, ...]) -> tuple[float, ...]:
+def _drop_identical(values: tuple[float, ...]) -> tuple[float, ...]:
     """Return the values, or only the first if all are equal: runs that repeat one seed show no spread."""
     same = values and max(values) - min(values) <= 1e-12 * max(map(abs, values))
     return values[:1] if same else values
@@ -250,7 +252,7 @@ def _estimate(
     return _Estimate(gain, math.sqrt(sum(variances)), sum(variances) ** 2 / sum(parts), "own")
 
 
-def _doubt(
+def _reason_to_doubt(
     base_runs: RunValues,
     candidate_runs: RunValues,
     values: Mapping[str, tuple[float, ...]],
@@ -283,7 +285,7 @@ def _doubt(
     return ""
 
 
-def _side(runs: RunValues) -> Side:
+def _summarize_runs(runs: RunValues) -> Side:
     count = len(runs.values)
     return Side(
         recipe=runs.recipe,
@@ -347,15 +349,17 @@ def _remedy(
     if not missing:
         return f"the runs are enough to detect {goal}: take the simpler recipe, or give a smaller --margin"
     text = f"detecting {goal} needs {run_count} runs of each: run {' and '.join(missing)}, each with another seed"
-    return f"{text}; or give the difference that matters to you with --margin" if _is_floor(margin, floor) else text
+    return (
+        f"{text}; or give the difference that matters to you with --margin" if _is_noise_floor(margin, floor) else text
+    )
 
 
 def _describe_margin(margin: float, floor: Interval | None) -> str:
-    text = f"as large as the noise floor ({margin:.4g})" if _is_floor(margin, floor) else f"of {margin:.4g}"
+    text = f"as large as the noise floor ({margin:.4g})" if _is_noise_floor(margin, floor) else f"of {margin:.4g}"
     return f"a difference {text}"
 
 
-def _is_floor(margin: float, floor: Interval | None) -> bool:
+def _is_noise_floor(margin: float, floor: Interval | None) -> bool:
     return floor is not None and margin == floor.value
 
 

@@ -49,7 +49,7 @@ class LiveRanking(Thread):
         self.ranked_s = 0.0
         self.evaluations = 0
         self.departures: dict[str, str] = {}
-        self.trouble = ""
+        self.last_error = ""
 
     def set_curves(self, curves: Sequence[Curve]) -> None:
         """Set the curves to rank next. Setting the same list again has no effect."""
@@ -78,9 +78,9 @@ class LiveRanking(Thread):
                     for news in watch.follow(curve):
                         self.departures = {**self.departures, curve.recipe: news.warning or ""}
             except UserError as error:
-                self.trouble = str(error)
+                self.last_error = str(error)
             except Exception as error:  # the screen keeps running and shows the error
-                self.trouble = f"the curves cannot be ranked: {type(error).__name__}: {error}"
+                self.last_error = f"the curves cannot be ranked: {type(error).__name__}: {error}"
             time.sleep(max(0.0, next_s - time.monotonic()))
 
     def rank(self, curves: Sequence[Curve]) -> None:
@@ -95,5 +95,5 @@ class LiveRanking(Thread):
                 self._fits[curve.recipe] = content, fit_curve(curve, self._options)
         fits = pool_over_recipes([self._fits[curve.recipe][1] for curve in curves], curves)
         self.ranking = rank(fits, margin=self._margin, brief=True)
-        self.ranked_s, self.trouble = time.monotonic(), ""
+        self.ranked_s, self.last_error = time.monotonic(), ""
         self.evaluations = sum(len(curve.compute) for curve in curves)

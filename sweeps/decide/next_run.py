@@ -80,7 +80,7 @@ class Step(AsJson):
 
 
 @dataclass(frozen=True)
-class Settlement:
+class NextSteps:
     """State of the choice between recipes, and the steps that could decide it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Settlement:
 
 
 @dataclass(frozen=True)
-class Share:
+class BudgetShare:
     """The compute that one recipe gets of a budget.
 
     Attributes:
@@ -118,7 +118,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Split:
+class BudgetSplit:
     """Split of a budget over recipes, with the steps that it pays for.
 
     Attributes:
@@ -132,7 +132,7 @@ class Split:
     """
 
     budget: float
-    shares: tuple[Share, ...]
+    shares: tuple[BudgetShare, ...]
     steps: tuple[Step, ...]
     winner: str | None
     commit: tuple[float, float] | None
@@ -162,10 +162,10 @@ class _Simulation:
         self._rows = {i: standing.drawn[i].rows for i in self.simulated}
         self._prior = {i: self._sample(fits[i], asymptotes[i]) for i in self.simulated}
         # The loss depends on the other recipes only through their highest A: keep that.
-        self._best_other = np.full((_OUTCOMES, _SAMPLES), -np.inf)
+        self._best_unsimulated = np.full((_OUTCOMES, _SAMPLES), -np.inf)
         for i in range(len(asymptotes)):
             if i not in self.theta:
-                np.maximum(self._best_other, self._sample(fits[i], asymptotes[i]), out=self._best_other)
+                np.maximum(self._best_unsimulated, self._sample(fits[i], asymptotes[i]), out=self._best_unsimulated)
         # Posterior samples are stored as indices of draws: as values they would take four times the memory, 50 MB.
         self._posterior_indices: dict[tuple[int, str, float], NDArray[np.uint16]] = {}
         self.loss = float(self._losses(list(self._prior.values())).mean(axis=(1, 2)).min())
@@ -174,7 +174,7 @@ class _Simulation:
     def _losses(self, samples: Sequence[Array]) -> Array:
         """Return the loss of choosing each of R recipes: the best A minus its own; (J, L) per recipe -> (R, J, L)."""
         stacked = np.stack(samples)
-        losses: Array = np.maximum(stacked.max(axis=0), self._best_other) - stacked
+        losses: Array = np.maximum(stacked.max(axis=0), self._best_unsimulated) - stacked
         return losses
 
     def _sample(self, fit: Fit, theta: Array) -> Array:
@@ -254,7 +254,7 @@ def _extension_computes(fit: Fit, to: float) -> Array:
     return np.linspace(end, to, min(count, 10_000) + 1)[1:]
 
 
-def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -> Array:
+def _weights(signal: Array, true_indices: NDArray[np.intp], rng: np.random.Generator) -> Array:
     """Weight all draws by how well they explain the simulated outcome of each true draw.
 
     Args:
@@ -265,14 +265,14 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
     Returns:
         Weights (J, K), which sum to 1 over the draws.
     """
-    noise = rng.standard_normal((len(truth), signal.shape[1]))
+    noise = rng.standard_normal((len(true_indices), signal.shape[1]))
     scale = 1.0
     while True:
-        observed = signal[truth] / scale + noise
+        observed = signal[true_indices] / scale + noise
         # Squared distances of outcomes o to all draws s, |o|^2 - 2 o.s + |s|^2: (J, K) without a (J, K, q) array.
         distance = (observed**2).sum(1)[:, None] - 2 * observed @ signal.T / scale + (signal**2).sum(1) / scale**2
         # Exclude the true draw: where few draws explain an outcome, it would make the outcome look too informative.
-        distance[np.arange(len(truth)), truth] = np.inf
+        distance[np.arange(len(true_indices)), true_indices] = np.inf
         weight = np.exp(-0.5 * (distance - distance.min(1, keepdims=True)))
         weight /= weight.sum(1, keepdims=True)
         if float(np.mean(1 / (weight**2).sum(1))) >= _MIN_EFFECTIVE_DRAWS or scale > 1e9:
@@ -280,11 +280,11 @@ def _weights(signal: Array, truth: NDArray[np.intp], rng: np.random.Generator) -
         scale *= 1.5
 
 
-def comparable(fits: Sequence[Fit], apart_from: str | None = None) -> list[list[Fit]]:
+def group_alternatives(fits: Sequence[Fit], ignored_factor: str | None = None) -> list[list[Fit]]:
     """Group fits of recipes that are alternatives to each other: those with equal factors, except for `apart_from`."""
     groups: dict[tuple[str, ...], list[Fit]] = {}
     for fit in fits:
-        levels = tuple(value for name, value in fit.curve.factors.items() if name != apart_from)
+        levels = tuple(value for name, value in fit.curve.factors.items() if name != ignored_factor)
         groups.setdefault(levels, []).append(fit)
     return list(groups.values())
 
@@ -311,7 +311,7 @@ class Choice:
         return _Simulation(self.fits, self.standing)
 
 
-def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
+def make_choice(fits: Sequence[Fit], margin: float | None = None) -> Choice:
     """Return the `Choice` between these recipes.
 
     Raises:
@@ -320,7 +320,7 @@ def choice_of(fits: Sequence[Fit], margin: float | None = None) -> Choice:
     return Choice(fits, find_standing(fits, margin))
 
 
-def settle(choice: Choice, limit: float | None = None) -> Settlement:
+def find_next_steps(choice: Choice, limit: float | None = None) -> NextSteps:
     """Find the best next step of each recipe for deciding which recipe has the highest asymptote.
 
     A recipe without a fit, or whose reward does not rise, gets a step that might remedy this, without an expected gain.
@@ -351,8 +351,8 @@ def settle(choice: Choice, limit: float | None = None) -> Settlement:
     return _settlement(standing, [*ordered, *remedies], sentence, settled=False)
 
 
-def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settled: bool) -> Settlement:
-    return Settlement(standing.leader, standing.p_wrong, standing.margin, tuple(steps), sentence, settled)
+def _settlement(standing: Standing, steps: Sequence[Step], sentence: str, settled: bool) -> NextSteps:
+    return NextSteps(standing.leader, standing.p_wrong, standing.margin, tuple(steps), sentence, settled)
 
 
 def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
@@ -371,7 +371,7 @@ def _possible_steps(fit: Fit, limit: float | None) -> list[Step]:
     return [step for step in steps if limit is None or step.cost <= limit]
 
 
-def _with_gain(fit: Fit, step: Step, gain: float) -> Step:
+def _describe_step(fit: Fit, step: Step, gain: float) -> Step:
     assert fit.window is not None
     description = (
         f"{'its run' if fit.seeds == 1 else f'each of its {fit.seeds} runs'} to {step.compute / fit.window[1]:.2g} x "
@@ -391,7 +391,7 @@ def _best_step(future: _Simulation, i: int, limit: float | None) -> Step | None:
     fit = future.fits[i]
     # A recipe that is almost surely not the best is not simulated. Its steps cannot change the choice: their gain is 0.
     candidates = [
-        _with_gain(fit, step, future.loss - future.loss_after({i: step}) if i in future.simulated else 0.0)
+        _describe_step(fit, step, future.loss - future.loss_after({i: step}) if i in future.simulated else 0.0)
         for step in _possible_steps(fit, limit)
     ]
     if not candidates:
@@ -428,7 +428,7 @@ def _factor_to_enough_evaluations(curve: Curve) -> float:
     return (MIN_COMPUTES + 1) / max([*above, 1])
 
 
-def split_budget(choice: Choice, budget: float) -> Split:
+def split_budget(choice: Choice, budget: float) -> BudgetSplit:
     """Split a budget of further compute over recipes: first for steps that decide the choice, then for the winner.
 
     If the choice is not decided yet, steps are chosen one by one, at most one per recipe. Each time the step with the
@@ -453,7 +453,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
     loss_now, remaining = future.loss, budget
     while not standing.decided:
         candidates = [
-            (i, _with_gain(fits[i], step, loss_now - future.loss_after({**paid_steps, i: step})))
+            (i, _describe_step(fits[i], step, loss_now - future.loss_after({**paid_steps, i: step})))
             for i in future.simulated
             if i not in paid_steps and fits[i] in contenders
             for step in _possible_steps(fits[i], remaining)
@@ -496,7 +496,7 @@ def split_budget(choice: Choice, budget: float) -> Split:
     )
 
 
-def _split_over_remedies(fits: Sequence[Fit], budget: float) -> Split:
+def _split_over_remedies(fits: Sequence[Fit], budget: float) -> BudgetSplit:
     """Split a budget where no recipe has a curve yet: pay for steps that could show a curve, the cheapest first."""
     remaining, paid_steps = budget, {}
     for step in sorted(map(_remedy_step, fits), key=lambda s: (s.cost, s.recipe)):
@@ -517,7 +517,7 @@ def _make_split(
     budget: float,
     remaining: float,
     sentence: str,
-) -> Split:
+) -> BudgetSplit:
     shares, commit = [], None
     for fit in fits:
         step = paid_steps.get(fit.recipe)
@@ -536,10 +536,10 @@ def _make_split(
                 f"{start:.4g} to {to:.4g} (the same run with a larger budget)"
             )
             reason = "the rest" if step is None else f"{reason}; then the rest"
-        shares.append(Share(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
+        shares.append(BudgetShare(fit.recipe, cost, to if cost else None, reward_at(fit, to), reason))
     if winner is not None and remaining <= 0:
         sentence = f"nothing is left to commit to the winner so far, {winner.recipe}"
-    return Split(
+    return BudgetSplit(
         budget=budget,
         shares=tuple(shares),
         steps=tuple(paid_steps.values()),

@@ -18,13 +18,13 @@ from scipy.special import chdtri
 from sweeps.as_json import AsJson
 from sweeps.curve import UNNAMED, Array, Curve
 from sweeps.decide.efficiency import TAIL, Ratio
-from sweeps.decide.reach import common_reward, first_above
+from sweeps.decide.reach import common_reward, first_compute_above
 from sweeps.decide.standing import CONFIDENCE, draw_asymptotes, margin_of
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, format_interval
 from sweeps.fit.forecast import DRAWS, generator
-from sweeps.fit.predict import is_supported, paths, paths_over_seeds, quantiles, readable
-from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedExcess, SeedSpread
+from sweeps.fit.predict import can_forecast, can_forecast_at, paths, quantiles, reward_draws_over_seeds
+from sweeps.fit.seeds import BORROWED_SEED_SD, Pairing, SeedScatter, SeedSpread
 from sweeps.run.passes import Passes
 from sweeps.terminal import counted
 
@@ -141,18 +141,18 @@ def compare(
     scale = max(fit.curve.scale for fit in fits)
 
     @cache  # cached because pairs have few distinct computes, and each call reads the points of all recipes
-    def near(compute: float) -> Mapping[str, SeedExcess]:
-        return {fit.recipe: rewards_near(fit.curve, compute) for fit in fits}
+    def near(compute: float) -> Mapping[str, SeedScatter]:
+        return {fit.recipe: seed_scatter_near(fit.curve, compute) for fit in fits}
 
     def pairing(one: str, two: str, compute: float) -> Pairing | None:
-        return pairing_of_two(one, two, near(compute), scale)
+        return pair_by_seed(one, two, near(compute), scale)
 
     draws_by_pair = [_draw_pair(by_name[one], by_name[two], pairing, asymptotes, budget, passes) for one, two in pairs]
     rewards = _bounds([draws.reward for draws in draws_by_pair])
     on_prompts = _bounds_where([draws.on_prompts for draws in draws_by_pair])
     at_budget = _bounds_where([draws.at_budget for draws in draws_by_pair])
     asymptote = _bounds_where([draws.asymptote for draws in draws_by_pair])
-    tail = _tail([draws.ratio.draws for draws in draws_by_pair if draws.ratio is not None])
+    tail = _simultaneous_tail([draws.ratio.draws for draws in draws_by_pair if draws.ratio is not None])
     ratio = [None if draws.ratio is None else draws.ratio.interval(tail) for draws in draws_by_pair]
     rows = []
     for n, ((one, two), draws) in enumerate(zip(pairs, draws_by_pair, strict=True)):
@@ -182,7 +182,7 @@ def compare(
 
 def why_incomparable(fit: Fit) -> str | None:
     """Return why a recipe cannot be compared; None if it can, because it has a forecast."""
-    if readable(fit) and fit.window is not None:
+    if can_forecast(fit) and fit.window is not None:
         return None
     return f"{fit.recipe}: nothing can be read off it ({fit.reason}); give it more evaluations"
 
@@ -216,7 +216,7 @@ def _draw_pair(
     prompt_sd = None if passes is None else prompt_error(*(passes(fit.recipe, compute) for fit in (one, two)))
     rng = generator(f"{one.recipe} {two.recipe}", "pair")
     on_prompts = None if prompt_sd is None else reward + prompt_sd * rng.standard_normal(DRAWS)
-    can_forecast = budget is not None and is_supported(one, budget) and is_supported(two, budget)
+    can_forecast = budget is not None and can_forecast_at(one, budget) and can_forecast_at(two, budget)
     both_rise = not {one.verdict, two.verdict} & {"flat", "decreasing"}
     return _PairDraws(
         compute=compute,
@@ -241,7 +241,7 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
             recipes are not paired.
     """
     if pairing is None:
-        return np.asarray(np.subtract(*(paths_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
+        return np.asarray(np.subtract(*(reward_draws_over_seeds(fit, [compute])[:, 0] for fit in (one, two))))
     rng = generator(f"{one.recipe}\n{two.recipe}", "paired")
     # Spread remaining between seeds of one recipe; a difference of two recipes has twice that variance.
     sd = pairing.spread.sd * math.sqrt(2 / len(pairing.seeds))
@@ -251,7 +251,7 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
     )
 
 
-def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale: float) -> Pairing | None:
+def pair_by_seed(one: str, two: str, offsets: Mapping[str, SeedScatter], scale: float) -> Pairing | None:
     """Return the pairing of two recipes by seed; None unless both have the same seeds, two or more.
 
     The spread between seeds comes from the variance of the two recipes' differences by seed, shrunk towards a prior
@@ -287,7 +287,7 @@ def pairing_of_two(one: str, two: str, offsets: Mapping[str, SeedExcess], scale:
     return Pairing(tuple(seeds), SeedSpread(math.sqrt(variance), "paired", float(_PRIOR_DOF + dof)))
 
 
-def rewards_near(curve: Curve, compute: float) -> SeedExcess:
+def seed_scatter_near(curve: Curve, compute: float) -> SeedScatter:
     """Return each seed's reward near a compute minus the mean over seeds; empty if a seed lacks evaluations there."""
     means, errors = {}, []
     for seed in sorted(set(curve.seed)):
@@ -298,13 +298,13 @@ def rewards_near(curve: Curve, compute: float) -> SeedExcess:
             or seed.startswith(UNNAMED)
             or curve.compute[last_rows[-1]] < 0.5 * compute
         ):
-            return SeedExcess()
+            return SeedScatter()
         means[seed] = float(curve.reward[last_rows].mean())
         noise = curve.reward[last_rows].var(ddof=1) if curve.sd is None else np.mean(curve.sd[last_rows] ** 2)
         errors.append(float(noise) / len(last_rows))
     middle = float(np.mean(list(means.values())))
     offset = {seed: mean - middle for seed, mean in means.items()}
-    return SeedExcess(sum(value**2 for value in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
+    return SeedScatter(sum(value**2 for value in offset.values()), float(np.mean(errors)), len(means) - 1, offset)
 
 
 def prompt_error(one: Mapping[str, Passes], two: Mapping[str, Passes]) -> float | None:
@@ -363,11 +363,11 @@ def compute_ratio(one: Fit, two: Fit, compute: float) -> Ratio | None:
         None where one recipe gains nothing, or no draw of either reaches that reward.
     """
     computes = np.linspace(0, compute, _GRID_SIZE)
-    draws = [paths_over_seeds(fit, computes) for fit in (one, two)]
+    draws = [reward_draws_over_seeds(fit, computes) for fit in (one, two)]
     reward = common_reward([rewards[:, 0] for rewards in draws], [rewards[:, -1] for rewards in draws])
     if reward is None:
         return None
-    times_one, times_two = (first_above(rewards, computes, reward) for rewards in draws)
+    times_one, times_two = (first_compute_above(rewards, computes, reward) for rewards in draws)
     ratio = Ratio.of(times_one, times_two)
     return ratio if len(ratio.draws) else None
 
@@ -404,11 +404,11 @@ def _bounds(draws: Sequence[Array]) -> list[Interval]:
 
     The bounds hold simultaneously.
     """
-    tail = _tail(draws)
+    tail = _simultaneous_tail(draws)
     return [quantiles(values, tail) for values in draws]
 
 
-def _tail(draws: Sequence[Array]) -> float:
+def _simultaneous_tail(draws: Sequence[Array]) -> float:
     """Return the tail probability at which the 95% bounds of several arrays of draws hold simultaneously.
 
     The bounds are quantiles of each array at one common level, chosen so that all hold at once (Besag et al. 1995,

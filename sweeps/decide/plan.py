@@ -7,9 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from sweeps.as_json import AsJson, as_json
-from sweeps.decide.next_run import Settlement, Split, Step, choice_of, comparable, settle, split_budget
+from sweeps.decide.next_run import (
+    BudgetSplit,
+    NextSteps,
+    Step,
+    find_next_steps,
+    group_alternatives,
+    make_choice,
+    split_budget,
+)
 from sweeps.decide.power_law import group_by_size, parse_size
-from sweeps.decide.reach import Asymptote, Reach, check_budget, check_target, compute_to_reach, near_asymptote
+from sweeps.decide.reach import (
+    AsymptoteProgress,
+    Reach,
+    asymptote_progress,
+    check_budget,
+    check_target,
+    compute_to_reach,
+)
 from sweeps.decide.rollout_counts import RolloutPlan, best_rollouts
 from sweeps.decide.sizes import Sizes, compare_sizes
 from sweeps.errors import UserError
@@ -18,7 +33,7 @@ from sweeps.fit.predict import reward_at
 
 
 @dataclass(frozen=True)
-class Factors:
+class FactorColumns:
     """Names of the columns of what a study varied besides the recipe.
 
     Attributes:
@@ -51,7 +66,7 @@ class Row(AsJson):
     compute: Interval | None
     R: Interval | None
     reason: str
-    asymptote: Asymptote
+    asymptote: AsymptoteProgress
     reach: Reach | None = None
     to: float | None = None
 
@@ -72,8 +87,8 @@ class Plan(AsJson):
     unit: str
     rows: tuple[Row, ...]
     next: tuple[Step, ...]
-    settlements: tuple[Settlement, ...]
-    split: Split | None
+    settlements: tuple[NextSteps, ...]
+    split: BudgetSplit | None
     sizes: tuple[Sizes, ...]
     rollouts: tuple[RolloutPlan, ...]
 
@@ -108,7 +123,7 @@ def make_plan(
     target: float | None = None,
     budget: float | None = None,
     margin: float | None = None,
-    factors: Factors | None = None,
+    factors: FactorColumns | None = None,
 ) -> Plan:
     """Plan for a target or a budget; with neither, propose the next runs.
 
@@ -124,7 +139,7 @@ def make_plan(
     Raises:
         UserError: both target and budget are given, one is out of range, or the factors do not match the curves.
     """
-    factors = factors or Factors()
+    factors = factors or FactorColumns()
     if not fits:
         raise UserError("nothing to plan: give at least one recipe")
     if target is not None and budget is not None:
@@ -154,11 +169,14 @@ def make_plan(
     # Curves that differ in a factor (model size, rollouts) are not alternatives: a budget cannot be split between them.
     split = None
     if budget is not None and not any(fit.curve.factors for fit in fits):
-        choice = choice_of(fits, margin)
+        choice = make_choice(fits, margin)
         split = split_budget(choice, budget)
-        settlements: tuple[Settlement, ...] = (settle(choice, budget),)
+        settlements: tuple[NextSteps, ...] = (find_next_steps(choice, budget),)
     else:
-        settlements = tuple(settle(choice_of(group, margin)) for group in comparable(fits, apart_from=factors.rollouts))
+        settlements = tuple(
+            find_next_steps(make_choice(group, margin))
+            for group in group_alternatives(fits, ignored_factor=factors.rollouts)
+        )
     steps = tuple(step for settlement in settlements for step in settlement.steps)
     return Plan(
         target=target,
@@ -173,9 +191,9 @@ def make_plan(
     )
 
 
-def _row(fit: Fit, target: float | None, budget: float | None, split: Split | None) -> Row:
+def _row(fit: Fit, target: float | None, budget: float | None, split: BudgetSplit | None) -> Row:
     """Return a recipe's row for the target, the split of the budget, one run with the budget, or none of these."""
-    distance = near_asymptote(fit)
+    distance = asymptote_progress(fit)
     if target is not None:
         reach = compute_to_reach(fit, target)
         return Row(fit.recipe, reach.compute, None, reach.reason, distance, reach)

@@ -76,7 +76,7 @@ class _Points:
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _WeightedSums:
     """Weighted sums per model size, (S,) each: total weight, means of x and y, and centred sums of products."""
 
     weight: Array
@@ -211,7 +211,7 @@ def _points(fits: Sequence[Fit]) -> _Points:
     )
 
 
-def _sum_lines(points: _Points, weight: Array, count: int, reference: float) -> _Lines:
+def _weighted_sums(points: _Points, weight: Array, count: int, reference: float) -> _WeightedSums:
     """Sum the weighted points of each of `count` sizes; `reference` is the logarithm of the reference compute."""
 
     def total(values: Array) -> Array:
@@ -222,12 +222,12 @@ def _sum_lines(points: _Points, weight: Array, count: int, reference: float) -> 
     w = total(weight)
     xm, ym = total(weight * x) / w, total(weight * y) / w
     dx, dy = x - xm[points.size], y - ym[points.size]
-    return _Lines(
+    return _WeightedSums(
         weight=w, x=xm, y=ym, xx=total(weight * dx * dx), xy=total(weight * dx * dy), yy=total(weight * dy * dy)
     )
 
 
-def _fit_given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
+def _fit_given_n0(lines: _WeightedSums, h: Array) -> tuple[Array, Array, Array]:
     """Fit k_max for each of G values of N_0, given as h = k / k_max, (G, S).
 
     Returns:
@@ -240,7 +240,7 @@ def _fit_given_n0(lines: _Lines, h: Array) -> tuple[Array, Array, Array]:
     return k_max, information, np.maximum(sse, 0.0)
 
 
-def _least_squares(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, float, Array]:
+def _least_squares(lines: _WeightedSums, sizes: Array, grid: Array) -> tuple[float, float, Array]:
     """Return k_max, N_0 and the level per size (S,) with the smallest SSE: the best grid point, optimized further."""
 
     def residuals(log_n0: Array) -> Array:
@@ -261,7 +261,7 @@ def _least_squares(lines: _Lines, sizes: Array, grid: Array) -> tuple[float, flo
     return k_max, float(np.exp(solution.x[0])), np.asarray(lines.y + k_max * h * lines.x)
 
 
-def _inflation(residual: Array, run: NDArray[np.intp]) -> float:
+def _variance_inflation(residual: Array, run: NDArray[np.intp]) -> float:
     """Return how many correlated points are worth one independent point, from the autocorrelation within runs."""
     same = run[1:] == run[:-1]
     squares = float(residual @ residual)
@@ -303,18 +303,18 @@ def fit_power_law(by_size: dict[float, Fit], recipe: str = "") -> PowerLaw:
     weight = np.ones(len(points.log_x))
     # The weights depend on the fitted loss, so fit several times.
     for _ in range(4):
-        lines = _sum_lines(points, weight, len(sizes), reference)
+        lines = _weighted_sums(points, weight, len(sizes), reference)
         best = _least_squares(lines, sizes, grid)
         fitted = _log_loss_at(best, sizes, points, reference)
         weight = np.exp(2 * fitted) / (1.0 if points.sd is None else points.sd**2)
     residual = points.log_l - fitted
     n, parameters = len(residual), 2 + len(sizes)
-    inflation = _inflation(np.sqrt(weight) * residual, points.run)
+    inflation = _variance_inflation(np.sqrt(weight) * residual, points.run)
     dof = max(n / inflation - parameters, 3.0)
     squares = float(weight @ residual**2) / max(n - parameters, 1)
     scale = max(squares, 1e-12 if points.sd is None else 1.0) * inflation
     lines = _add_seed_spread(
-        lines=_sum_lines(points, weight, len(sizes), reference),
+        lines=_weighted_sums(points, weight, len(sizes), reference),
         points=points,
         weight=weight,
         fitted=fitted,
@@ -350,7 +350,7 @@ def _log_loss_at(best: tuple[float, float, Array], sizes: Array, points: _Points
 
 
 def _draw(
-    lines: _Lines, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
+    lines: _WeightedSums, sizes: Array, grid: Array, scale: float, dof: float, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
     """Draw N_0 from its profile likelihood, then k_max and the levels. Return k_max (K,), N_0 (K,), levels (K, S)."""
     fine = np.linspace(grid[0], grid[-1], 4 * len(grid))
@@ -383,8 +383,8 @@ def _slope_at_end(fits: Sequence[Fit]) -> Array:
 
 
 def _add_seed_spread(
-    lines: _Lines, points: _Points, weight: Array, fitted: Array, fits: Sequence[Fit], scale: float
-) -> _Lines:
+    lines: _WeightedSums, points: _Points, weight: Array, fitted: Array, fits: Sequence[Fit], scale: float
+) -> _WeightedSums:
     """Reduce the information on each slope by the spread between seeds.
 
     An R that is off by a constant in one seed makes log L off by this constant divided by L. This error grows along the

@@ -27,7 +27,7 @@ from sweeps.decide.rules import NO_LIMIT, Rules
 from sweeps.decide.standing import chances_of_being_best, draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curves
-from sweeps.fit.predict import is_supported, quantiles
+from sweeps.fit.predict import can_forecast_at, quantiles
 from sweeps.fit.verdict import chance
 from sweeps.run import fields
 from sweeps.run.journal import JournalView
@@ -121,7 +121,7 @@ class Look(AsJson):
 
 
 @dataclass(frozen=True)
-class Runner(AsJson):
+class RecipeState(AsJson):
     """A recipe's state in a race.
 
     Attributes:
@@ -155,7 +155,7 @@ class Race(AsJson):
     rules: Rules
     unit: str
     looks: tuple[Look, ...]
-    runners: tuple[Runner, ...]
+    runners: tuple[RecipeState, ...]
     leader: str | None
     full: float
     saved: float
@@ -201,7 +201,7 @@ def run_race(
         raise UserError(f"a race takes two recipes or more, and here is {len(curves)}")
     lost = lost or {}
     reached = {
-        curve.recipe: math.inf if curve.recipe in ended else _reached(curve, lost.get(curve.recipe, ()))
+        curve.recipe: math.inf if curve.recipe in ended else _compute_reached(curve, lost.get(curve.recipe, ()))
         for curve in curves
     }
     # Recipes whose runs have all failed are judged up to their largest compute. Later looks do not wait for them.
@@ -209,7 +209,7 @@ def run_race(
     looks: list[Look] = []
     while isinstance(pending := next_look(curves, rules, reached, looks, options, workers, failed), Look):
         looks.append(pending)
-    return _race_of(curves, rules, looks, pending)
+    return _assemble_race(curves, rules, looks, pending)
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,7 @@ def _has_evaluation(curve: Curve, last: float, level: float) -> bool:
     return bool(((curve.compute > last) & (curve.compute <= level)).any())
 
 
-def _reached(curve: Curve, lost: Collection[str]) -> float:
+def _compute_reached(curve: Curve, lost: Collection[str]) -> float:
     """Return the compute that all seeds of a recipe have reached. Failed seeds (`lost`) count only if all failed."""
     ends = {str(label): float(curve.compute[curve.seed == label].max()) for label in np.unique(curve.seed)}
     return min([end for label, end in ends.items() if label not in lost] or ends.values())
@@ -374,7 +374,7 @@ def make_look(
     past_loss = sum(look.loss for look in taken)
     p_best = chances_of_being_best(draws)
     # The favourite has the highest expected reward. Recipes that cannot be forecast are not considered if others can.
-    can_forecast = [is_supported(fit, rules.budget) for fit in fits]
+    can_forecast = [can_forecast_at(fit, rules.budget) for fit in fits]
     expected = [
         values.mean() if forecastable or not any(can_forecast) else -np.inf
         for forecastable, values in zip(can_forecast, draws, strict=True)
@@ -424,9 +424,9 @@ def _count_stops(draws: Sequence[Array], due: Sequence[int], scale: float, limit
     return number, float(losses[number - 1]) if number else 0.0
 
 
-def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
+def _assemble_race(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits_for: tuple[str, ...]) -> Race:
     stopped = {name: look for look in looks for name in look.stopped}
-    runners = [_runner(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
+    runners = [_recipe_state(curve, rules, looks, stopped.get(curve.recipe)) for curve in curves]
     leader = looks[-1].favourite if looks else None
     seeds = {curve.recipe: len(np.unique(curve.seed)) for curve in curves}
     full = rules.budget * sum(seeds.values())
@@ -452,7 +452,7 @@ def _race_of(curves: Sequence[Curve], rules: Rules, looks: Sequence[Look], waits
     )
 
 
-def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Look | None) -> Runner:
+def _recipe_state(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Look | None) -> RecipeState:
     """Return a recipe's state in the race.
 
     `stopping_look` is the look that stopped it, None if it is still in the race.
@@ -470,7 +470,7 @@ def _runner(curve: Curve, rules: Rules, looks: Sequence[Look], stopping_look: Lo
         reason = f"in the race: {chance(chances.p_best)} of being best at {rules.budget:.4g}"
         if chances.below >= rules.looks:
             reason += f"; not stopped, because the expected cost of all stops together would exceed {rules.loss:g}"
-    return Runner(
+    return RecipeState(
         recipe=curve.recipe,
         stopped_at=None if stopping_look is None else stopping_look.compute,
         p_best=None if chances is None else chances.p_best,

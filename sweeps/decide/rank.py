@@ -34,14 +34,14 @@ from sweeps.decide.standing import (
     shared_asymptote,
     spreads_of,
 )
-from sweeps.decide.wording import contrast_reason, horizon_sentence, outcome_sentence, place_reason
+from sweeps.decide.wording import contrast_reason, horizon_sentence, outcome_sentence, rank_reason
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.points import FitOptions
-from sweeps.fit.predict import quantiles, reward_at, total_draws
+from sweeps.fit.predict import asymptote_draws_over_seeds, quantiles, reward_at
 from sweeps.fit.seeds import Pairing, SeedSpread
-from sweeps.parallel import mapped
+from sweeps.parallel import parallel_map
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def rank(
     unranked = sorted((fit for fit in fits if not fit.identifiable), key=lambda fit: fit.recipe)
     comparisons: tuple[Comparison, ...] = ()
     if not brief:
-        comparisons = tuple(mapped(_compare_families, [(fit.curve, fit.options) for fit in ordered], workers))
+        comparisons = tuple(parallel_map(_compare_families, [(fit.curve, fit.options) for fit in ordered], workers))
     best = max((asymptote_of(fit) for fit in ordered), default=0.0)
     entries = [_make_entry(fit, place, best, standing, budget) for place, fit in enumerate(ordered, start=1)]
     entries += [_make_entry(fit, None, best, standing, budget) for fit in unranked]
@@ -256,7 +256,7 @@ def _make_entry(fit: Fit, place: int | None, best: float, standing: Standing, bu
         C_mid_at_shared_A=None if efficiency is None else quantiles(efficiency.C_mid),
         R_at_budget=None if budget is None else reward_at(fit, budget),
         verdict=fit.verdict,
-        reason=fit.reason if place is None else place_reason(best - asymptote_of(fit), fit.recipe, standing),
+        reason=fit.reason if place is None else rank_reason(best - asymptote_of(fit), fit.recipe, standing),
     )
 
 
@@ -308,7 +308,7 @@ def _leave_one_out(
     for fit in variants:
         delta_a = ratio = delta_b = None
         if fit in identifiable:
-            variant_a, base_a = (total_draws(one, spread=between[one.recipe]) for one in (fit, base))
+            variant_a, base_a = (asymptote_draws_over_seeds(one, spread=between[one.recipe]) for one in (fit, base))
             delta_a = quantiles(variant_a - base_a)
         if fit in comparable:
             ratio = Ratio.of(

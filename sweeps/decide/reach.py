@@ -20,7 +20,7 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import offset_growth, paths, quantiles, seed_offsets, support
+from sweeps.fit.predict import forecast_limit, offset_growth, paths, quantiles, seed_offsets
 from sweeps.fit.verdict import chance
 
 # A run is near its asymptote if it has gained this fraction of A - R0. With A - R0 = 0.3, the missing 0.015 equals the
@@ -61,7 +61,7 @@ class Reach(AsJson):
 
 
 @dataclass(frozen=True)
-class Asymptote(AsJson):
+class AsymptoteProgress(AsJson):
     """Fraction of the way from R0 to the asymptote that a recipe has gained, and whether that is near the asymptote.
 
     Attributes:
@@ -95,7 +95,7 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
         UserError: the target is not a number, or outside the reward's bounds.
     """
     _check_target(target, fit.bounds)
-    limit = support(fit)
+    limit = forecast_limit(fit)
     if limit is None or fit.window is None:
         return Reach(recipe=fit.recipe, target=target, compute=None, reason=f"{fit.verdict}: {fit.reason}")
     end = fit.window[1]
@@ -103,13 +103,13 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
         [[0.0], np.linspace(0, end, _POINTS_WITHIN)[1:], np.geomspace(end, limit, _POINTS_BEYOND)[1:]]
     )
     rewards = paths(fit, grid)
-    computes = first_above(rewards, grid, target)
-    computes_of_new_run = first_above(
+    computes = first_compute_above(rewards, grid, target)
+    computes_of_new_run = first_compute_above(
         rewards + seed_offsets(fit, new_run=True)[:, None] * offset_growth(grid / end), grid, target
     )
     p_never = float(np.isinf(computes).mean())
     interval = quantiles(computes)
-    compute, reached = if_reached(interval), interval.high is not None and interval.high <= end
+    compute, reached = none_if_unreached(interval), interval.high is not None and interval.high <= end
     if interval.value == 0.0:
         compute, reached = Interval(0.0, 0.0, interval.high), True
         reason = f"reached before training (R0 {float(np.median(rewards[:, 0])):.3f})"
@@ -119,10 +119,12 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
         reason = f"never: {chance(p_never)} that its runs do not reach it within {limit / end:g} x their compute"
     else:
         reason = f"its runs are unlikely ({chance(1 - p_never)}) to reach it within {limit / end:g} x their compute"
-    return Reach(fit.recipe, target, compute, reason, if_reached(quantiles(computes_of_new_run)), p_never, reached)
+    return Reach(
+        fit.recipe, target, compute, reason, none_if_unreached(quantiles(computes_of_new_run)), p_never, reached
+    )
 
 
-def first_above(rewards: Array, grid: Array, target: float) -> Array:
+def first_compute_above(rewards: Array, grid: Array, target: float) -> Array:
     """Return the compute at which each path first passes a reward, infinite if it never does; (K, m), (m,) -> (K,)."""
     is_above = rewards >= target
     index = is_above.argmax(1)
@@ -150,7 +152,7 @@ def _check_target(target: float, bounds: tuple[float, float]) -> None:
         raise UserError(f"--target {target:g}: outside the reward's range {bounds[0]:g}..{bounds[1]:g}; give a reward")
 
 
-def if_reached(interval: Interval | None) -> Interval | None:
+def none_if_unreached(interval: Interval | None) -> Interval | None:
     """Return the interval of computes; None if its median is None, because most draws do not reach the target."""
     return None if interval is None or interval.value is None else interval
 
@@ -172,14 +174,14 @@ def _reach_reason(fit: Fit, compute: Interval, p_never: float, reached: bool) ->
     return text
 
 
-def near_asymptote(fit: Fit) -> Asymptote:
+def asymptote_progress(fit: Fit) -> AsymptoteProgress:
     """Judge whether a recipe's runs have gained at least the fraction `NEAR` of A - R0.
 
     The fraction gained is (R(C_end) - R0) / (A - R0) = 1 / (1 + (C_mid / C_end)^B), where C_end is the largest
     evaluated compute. The verdict `near` needs an identifiable A; `not near` does not.
     """
     if fit.draws is None or fit.window is None or fit.verdict not in _RISING:
-        return Asymptote(
+        return AsymptoteProgress(
             recipe=fit.recipe,
             verdict="unknown",
             share=_UNKNOWN,
@@ -203,7 +205,7 @@ def near_asymptote(fit: Fit) -> Asymptote:
         if fit.verdict == "pre_inflection":
             reason, gain = f"{fit.verdict}: {fit.reason}", _UNKNOWN
         share = Interval(None, share.low, None if share.high >= 1 - 1e-6 else share.high)
-    return Asymptote(recipe=fit.recipe, verdict=verdict, share=share, gain_2x=gain, reason=reason)
+    return AsymptoteProgress(recipe=fit.recipe, verdict=verdict, share=share, gain_2x=gain, reason=reason)
 
 
 def check_budget(budget: float | None) -> None:

@@ -13,13 +13,13 @@ from sweeps.decide.pairwise import (
     MOST_SEEDS,
     POWER,
     deviation,
-    pairing_of_two,
+    pair_by_seed,
     reward_difference,
-    rewards_near,
+    seed_scatter_near,
     seeds_needed,
 )
 from sweeps.fit.fit import Fit
-from sweeps.fit.predict import readable
+from sweeps.fit.predict import can_forecast
 from sweeps.terminal import counted
 
 # End of the label of the null recipe, which has learning rate 0 (conf/variant/lr_0.yaml). Its curve shows noise alone.
@@ -71,18 +71,18 @@ def resolve(fits: Sequence[Fit], leader: str | None, margin: float) -> Resolutio
         leader: recipe to choose so far, with which the others are compared; None if there is none.
         margin: difference to detect, in reward.
     """
-    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    readable_fits = [fit for fit in fits if can_forecast(fit) and fit.window is not None]
     leading_fit = next((fit for fit in readable_fits if fit.recipe == leader), None)
     others = [fit for fit in readable_fits if fit is not leading_fit]
     if leading_fit is None or not others:
         return None
     compute = min(fit.window[1] for fit in readable_fits if fit.window is not None)
-    offsets_by_recipe = {fit.recipe: rewards_near(fit.curve, compute) for fit in readable_fits}
+    offsets_by_recipe = {fit.recipe: seed_scatter_near(fit.curve, compute) for fit in readable_fits}
     scale = max(fit.curve.scale for fit in readable_fits)
     errors, detections, per_pair, sources = [], 0, [], set()
     seeds = min(fit.informative_seeds for fit in readable_fits)
     for fit in others:
-        pairing = pairing_of_two(fit.recipe, leading_fit.recipe, offsets_by_recipe, scale)
+        pairing = pair_by_seed(fit.recipe, leading_fit.recipe, offsets_by_recipe, scale)
         draws = reward_difference(fit, leading_fit, compute, pairing)
         low, high = np.quantile(draws, [0.025, 0.975])
         detections += bool(low > 0 or high < 0)

@@ -10,12 +10,12 @@ import numpy as np
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
-from sweeps.decide.efficiency import Ratio, tail_of_all_pairs
-from sweeps.decide.reach import common_reward, first_above
+from sweeps.decide.efficiency import Ratio, bonferroni_tail
+from sweeps.decide.reach import common_reward, first_compute_above
 from sweeps.decide.standing import chances_of_being_best
 from sweeps.decide.wording import multiple
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import is_supported, paths_over_seeds, quantiles, readable
+from sweeps.fit.predict import can_forecast, can_forecast_at, quantiles, reward_draws_over_seeds
 from sweeps.fit.verdict import chance
 
 _GRID_SIZE = 201
@@ -75,11 +75,11 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
         fits: one fit per recipe.
         budget: compute at which to forecast as well, in the curves' unit; None for no forecast.
     """
-    readable_fits = [fit for fit in fits if readable(fit) and fit.window is not None]
+    readable_fits = [fit for fit in fits if can_forecast(fit) and fit.window is not None]
     if not readable_fits:
         return None
     compute = min(fit.window[1] for fit in readable_fits if fit.window is not None)
-    start_and_end = [paths_over_seeds(fit, [0.0, compute]) for fit in readable_fits]
+    start_and_end = [reward_draws_over_seeds(fit, [0.0, compute]) for fit in readable_fits]
     at_end = [np.asarray(end[:, 1]) for end in start_and_end]
     p_best = chances_of_being_best(at_end)
     reward = common_reward([end[:, 0] for end in start_and_end], at_end)
@@ -88,7 +88,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     times = (
         []
         if reward is None
-        else [first_above(paths_over_seeds(fit, computes), computes, reward) for fit in readable_fits]
+        else [first_compute_above(reward_draws_over_seeds(fit, computes), computes, reward) for fit in readable_fits]
     )
     fastest = min(range(len(times)), key=lambda i: float(np.median(times[i])), default=None)
     at_budget = [_draw_at_budget(fit, budget) for fit in readable_fits]
@@ -98,7 +98,7 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
     )
     # If most draws of even the fastest recipe do not reach the reward, no recipe is known to need the least compute.
     has_fastest = fastest is not None and quantiles(times[fastest]).value is not None
-    rows, tail = [], tail_of_all_pairs(len(times))
+    rows, tail = [], bonferroni_tail(len(times))
     for i, fit in enumerate(readable_fits):
         ratio = Ratio.of(times[i], times[fastest]) if fastest is not None and i != fastest else None
         values = at_budget[i]
@@ -124,9 +124,9 @@ def rewards(fits: Sequence[Fit], budget: float | None = None) -> Rewards | None:
 
 def _draw_at_budget(fit: Fit, budget: float | None) -> Array | None:
     """Return draws of the reward at the budget, (K,); None without a budget, or if it is too far beyond the data."""
-    if budget is None or not is_supported(fit, budget):
+    if budget is None or not can_forecast_at(fit, budget):
         return None
-    return np.asarray(paths_over_seeds(fit, [budget])[:, 0])
+    return np.asarray(reward_draws_over_seeds(fit, [budget])[:, 0])
 
 
 def _sentence(

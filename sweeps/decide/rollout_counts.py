@@ -16,7 +16,7 @@ from sweeps.decide.reach import check_budget
 from sweeps.decide.standing import CONFIDENCE, chances_of_being_best
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
-from sweeps.fit.predict import paths_over_seeds, quantiles, support
+from sweeps.fit.predict import forecast_limit, quantiles, reward_draws_over_seeds
 from sweeps.fit.verdict import chance
 
 
@@ -100,8 +100,8 @@ def best_rollouts(
 
 
 def _compare_counts(recipe: str, difficulty: str | None, by_value: dict[int, Fit], budget: float) -> RolloutPlan:
-    readable_values = [value for value, fit in by_value.items() if (support(fit) or 0.0) >= budget]
-    draws = {value: paths_over_seeds(by_value[value], [budget])[:, 0] for value in readable_values}
+    readable_values = [value for value, fit in by_value.items() if (forecast_limit(fit) or 0.0) >= budget]
+    draws = {value: reward_draws_over_seeds(by_value[value], [budget])[:, 0] for value in readable_values}
     p_best = dict(zip(readable_values, chances_of_being_best(list(draws.values())), strict=True))
     values = tuple(
         RolloutChoice(

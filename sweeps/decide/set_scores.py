@@ -49,7 +49,7 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
     spent: dict[tuple[str, str], float] = {}
     for curve in curves:
         for seed in dict.fromkeys(curve.seed.tolist()):
-            run = _recipe(curve), str(seed)
+            run = _label_without_set(curve), str(seed)
             spent[run] = max(spent.get(run, 0.0), float(curve.compute[curve.seed == seed].max()))
     empty = [f"{recipe}, seed {seed}" for (recipe, seed), compute in spent.items() if compute <= 0]
     notes = [f"{run}: no evaluation after the start; left out" for run in empty]
@@ -69,9 +69,9 @@ def set_scores(curves: Sequence[Curve], together: bool = False) -> SetScores | N
         for seed in dict.fromkeys(curve.seed[in_range].tolist()):
             rows = in_range & (curve.seed == seed)
             if together:
-                rows &= np.isin(curve.compute, shared[_recipe(curve), str(seed)])
+                rows &= np.isin(curve.compute, shared[_label_without_set(curve), str(seed)])
             if rows.any():
-                by_recipe.setdefault(_recipe(curve), {})[str(seed)] = curve.reward[rows]
+                by_recipe.setdefault(_label_without_set(curve), {})[str(seed)] = curve.reward[rows]
     metrics = {curve.factors[SET]: curve.metric for curve in curves}
     return SetScores(axis=curves[0].axis, compute=compute, metrics=metrics, scores=scores, notes=tuple(notes))
 
@@ -80,11 +80,11 @@ def _common_computes(curves: Sequence[Curve]) -> dict[tuple[str, str], list[floa
     shared: dict[tuple[str, str], set[float]] = {}
     for curve in curves:
         for seed in dict.fromkeys(curve.seed.tolist()):
-            run, at = (_recipe(curve), str(seed)), set(curve.compute[curve.seed == seed].tolist())
+            run, at = (_label_without_set(curve), str(seed)), set(curve.compute[curve.seed == seed].tolist())
             shared[run] = shared.get(run, at) & at
     return {run: sorted(at) for run, at in shared.items()}
 
 
-def _recipe(curve: Curve) -> str:
+def _label_without_set(curve: Curve) -> str:
     """Return the recipe's label without the suffix for the set, which `sweeps.source` appends."""
     return curve.recipe.replace(f" {SET}={curve.factors[SET]}", "")

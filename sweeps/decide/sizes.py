@@ -18,7 +18,7 @@ from sweeps.as_json import AsJson
 from sweeps.curve import Array
 from sweeps.decide.across_sizes import AcrossSizes, Frontier, fit_across
 from sweeps.decide.power_law import PowerLaw, fit_power_law
-from sweeps.decide.reach import check_budget, check_target, first_above, if_reached
+from sweeps.decide.reach import check_budget, check_target, first_compute_above, none_if_unreached
 from sweeps.decide.standing import CONFIDENCE
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval, fit_curve
@@ -230,8 +230,8 @@ def crossovers(law: PowerLaw, joint: AcrossSizes | None, by_size: Mapping[float,
                 Crossover(
                     smaller=smaller,
                     larger=larger,
-                    power_law=if_reached(power_law),
-                    sigmoid=if_reached(by_sigmoid),
+                    power_law=none_if_unreached(power_law),
+                    sigmoid=none_if_unreached(by_sigmoid),
                     reason=_crossing_reason(power_law, by_sigmoid, grid),
                 )
             )
@@ -368,8 +368,8 @@ def _compute_to_target(
         times = law.compute_to_reach(size, target)
         by_law = quantiles(np.where(times > far, np.inf, times))
         curves = None if joint is None else joint.curve(size, grid)
-        by_sigmoid = None if curves is None else quantiles(first_above(curves, grid, target))
-        rows.append(SizeReach(size, size not in by_size, if_reached(by_law), if_reached(by_sigmoid)))
+        by_sigmoid = None if curves is None else quantiles(first_compute_above(curves, grid, target))
+        rows.append(SizeReach(size, size not in by_size, none_if_unreached(by_law), none_if_unreached(by_sigmoid)))
     return tuple(rows)
 
 

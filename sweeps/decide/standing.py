@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from sweeps.as_json import AsJson
 from sweeps.curve import Array
-from sweeps.decide.efficiency import Efficiency, Ratio, efficiencies, tail_of_all_pairs
+from sweeps.decide.efficiency import Efficiency, Ratio, bonferroni_tail, efficiencies
 from sweeps.decide.margin import MARGIN
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.forecast import DRAWS, generator
 from sweeps.fit.posterior import draw_by_weight
-from sweeps.fit.predict import asymptote_draws, is_supported, paths_over_seeds, readable, seed_offsets
+from sweeps.fit.predict import asymptote_draws, can_forecast, can_forecast_at, reward_draws_over_seeds, seed_offsets
 from sweeps.fit.seeds import Pairing, SeedSpread, paired_seed_spread
 
 # A choice counts as decided if its probability of being right is at least this.
@@ -166,7 +166,7 @@ class Standing:
     def ratio(self, recipe: str) -> Interval | None:
         """Return the interval of a recipe's entry in `ratios`, valid for all pairs at once; None without an entry."""
         ratio = self.ratios.get(recipe)
-        return None if ratio is None else ratio.interval(tail_of_all_pairs(len(self.tied)))
+        return None if ratio is None else ratio.interval(bonferroni_tail(len(self.tied)))
 
 
 def margin_of(fits: Sequence[Fit], margin: float | None) -> float:
@@ -200,12 +200,12 @@ def draw_asymptotes(fits: Sequence[Fit]) -> list[AsymptoteDraws]:
         fits: one fit per recipe, as `fit_curves` returns them.
     """
     pairing = pairing_of([fit for fit in fits if fit.identifiable])
-    laws = _laws(fits)
+    laws = _sample_laws(fits)
     priors = _prior_weights(fits)
     result = []
     for fit in fits:
         rng = generator(fit.recipe, "asymptote")
-        if not readable(fit):
+        if not can_forecast(fit):
             result.append(AsymptoteDraws(np.asarray(rng.uniform(*fit.bounds, DRAWS)), None, np.zeros(DRAWS), 0.0))
             continue
         values, weight = asymptote_draws(fit), priors.get(fit.recipe, np.ones(DRAWS))
@@ -225,19 +225,19 @@ def draw_rewards(fits: Sequence[Fit], compute: float) -> list[Array]:
         fits: one fit per recipe, as `fit_curves` returns them.
         compute: where to forecast, in the curves' unit.
     """
-    laws = _laws(fits)
+    laws = _sample_laws(fits)
     result = []
     for fit in fits:
         rng = generator(fit.recipe, "reward")
-        if not is_supported(fit, compute):
+        if not can_forecast_at(fit, compute):
             result.append(np.asarray(rng.uniform(*fit.bounds, DRAWS)))
             continue
         rows = _sample_by_law(fit, laws, np.ones(DRAWS), rng)
-        result.append(paths_over_seeds(fit, [compute])[rows, 0])
+        result.append(reward_draws_over_seeds(fit, [compute])[rows, 0])
     return result
 
 
-def _laws(fits: Sequence[Fit]) -> list[str]:
+def _sample_laws(fits: Sequence[Fit]) -> list[str]:
     """Sample the name of the law of each of K joint draws. A law's probability is its mean weight over the recipes."""
     outlooks = [fit.outlook for fit in fits if fit.outlook is not None]
     names = sorted({name for outlook in outlooks for name in outlook.weights})
@@ -257,7 +257,7 @@ def _prior_weights(fits: Sequence[Fit]) -> dict[str, Array]:
     Returns:
         An entry per rising recipe; none if there are fewer than `_MIN_RECIPES` of these.
     """
-    rising = [fit for fit in fits if readable(fit) and fit.verdict not in ("flat", "decreasing")]
+    rising = [fit for fit in fits if can_forecast(fit) and fit.verdict not in ("flat", "decreasing")]
     if len(rising) < _MIN_RECIPES:
         return {}
     scale = max(fit.curve.scale for fit in rising)
@@ -307,7 +307,7 @@ def _sample_by_law(fit: Fit, laws: Sequence[str], weight: Array, rng: np.random.
     return rows
 
 
-def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None) -> Horizon | None:
+def choose_at_horizon(fits: Sequence[Fit], margin: float, compute: float | None = None) -> Horizon | None:
     """Choose a recipe by its reward at a compute; None if no recipe was evaluated after the start.
 
     Args:
@@ -322,7 +322,7 @@ def horizon_of(fits: Sequence[Fit], margin: float, compute: float | None = None)
     draws = np.stack(draw_rewards(fits, compute))
     names = [fit.recipe for fit in fits]
     shortfalls = draws.max(axis=0) - draws
-    forecastable = [i for i, fit in enumerate(fits) if is_supported(fit, compute)]
+    forecastable = [i for i, fit in enumerate(fits) if can_forecast_at(fit, compute)]
     leader = min(forecastable, key=lambda i: (float(shortfalls[i].mean()), names[i]), default=None)
     p_wrong = None if leader is None or len(fits) < 2 else float((shortfalls[leader] > margin).mean())
     return Horizon(
@@ -390,7 +390,7 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         recipe: Ratio.of(efficiency_by_recipe[recipe].to_most, efficiency_by_recipe[by_efficiency[0]].to_most)
         for recipe in by_efficiency[1:]
     }
-    tail = tail_of_all_pairs(len(by_efficiency))
+    tail = bonferroni_tail(len(by_efficiency))
     slower = tuple(recipe for recipe, ratio in ratios.items() if ratio.above_one(tail))
     faster = tuple(recipe for recipe, ratio in ratios.items() if ratio.below_one(tail))
     choices: tuple[str, ...] = ()
@@ -416,7 +416,7 @@ def find_standing(fits: Sequence[Fit], margin: float | None = None, budget: floa
         verdicts={fit.recipe: fit.verdict for fit in fits},
         pairing=pairing,
         drawn=tuple(draws_of_all),
-        horizon=horizon_of(fits, margin, budget),
+        horizon=choose_at_horizon(fits, margin, budget),
     )
 
 
@@ -469,7 +469,7 @@ def _leader(fits: Sequence[Fit], safe: Sequence[Fit], losses: Mapping[str, float
         safe: tied recipes that are surely within the margin of the best, the most efficient first.
         losses: expected loss by recipe.
     """
-    readable_fits = [fit for fit in fits if readable(fit)]
+    readable_fits = [fit for fit in fits if can_forecast(fit)]
     best = min(readable_fits, key=lambda fit: (losses[fit.recipe], fit.recipe), default=None)
     return safe[0] if best in safe else best
 

@@ -30,7 +30,7 @@ FITS_FILE = "fits.jsonl"
 
 
 @dataclass(frozen=True)
-class News:
+class SnapshotEvent:
     """A snapshot, and a warning if the recipe had departed from its forecast by then, else None."""
 
     snapshot: Snapshot
@@ -69,7 +69,7 @@ class Watch:
         self._sizes: dict[str, tuple[int, float]] = {}
         self._last_state: object = None
 
-    def poll(self) -> Iterator[News]:
+    def poll(self) -> Iterator[SnapshotEvent]:
         """Yield each snapshot once: those read from the file, and new ones after they are written.
 
         Raises:
@@ -83,17 +83,17 @@ class Watch:
         # Set last: if the caller stops half-way, the next poll yields the rest.
         self._last_state = state
 
-    def follow(self, curve: Curve) -> Iterator[News]:
+    def follow(self, curve: Curve) -> Iterator[SnapshotEvent]:
         """Yield news of one curve, which the caller has loaded.
 
         Raises:
             UserError: the file cannot be written.
         """
-        if self._sizes.get(curve.recipe) != _size(curve):
+        if self._sizes.get(curve.recipe) != _evaluation_key(curve):
             yield from self._follow_locked(curve)
-            self._sizes[curve.recipe] = _size(curve)
+            self._sizes[curve.recipe] = _evaluation_key(curve)
 
-    def _follow_locked(self, curve: Curve) -> list[News]:
+    def _follow_locked(self, curve: Curve) -> list[SnapshotEvent]:
         """Follow a curve under a file lock, so that two watchers of one study do not both write a snapshot."""
         if self._path is None:
             return self._follow(curve)
@@ -107,7 +107,7 @@ class Watch:
             reason = error.strerror or error
             raise UserError(f"{self._path}: cannot be written ({reason}); give another file with --out") from error
 
-    def _follow(self, curve: Curve) -> list[News]:
+    def _follow(self, curve: Curve) -> list[SnapshotEvent]:
         """Take a curve's new snapshots; return those from the file that were not yielded yet, then the new ones."""
         identity = self._identity(curve)
         snapshots = (
@@ -117,11 +117,12 @@ class Watch:
         )
         yielded = self._yielded_counts.get(curve.recipe, 0)
         news = [
-            News(snapshots[number], departure(snapshots[: number + 1])) for number in range(yielded, len(snapshots))
+            SnapshotEvent(snapshots[number], departure(snapshots[: number + 1]))
+            for number in range(yielded, len(snapshots))
         ]
         for snapshot in iter_snapshots(curve, self._options, self._every, snapshots):
             snapshots.append(snapshot)
-            news.append(News(snapshot, departure(snapshots)))
+            news.append(SnapshotEvent(snapshot, departure(snapshots)))
             if self._path is not None:
                 line = {"time": self._clock(), **identity, **snapshot.to_json(), "warning": news[-1].warning}
                 append_lines(self._path, [line])
@@ -140,7 +141,7 @@ class Watch:
         }
 
 
-def _size(curve: Curve) -> tuple[int, float]:
+def _evaluation_key(curve: Curve) -> tuple[int, float]:
     """Return the number of evaluations and the largest compute. New evaluations change this pair."""
     return len(curve.compute), float(curve.compute.max())
 

@@ -69,9 +69,9 @@ def headline(standing: Standing, names: Mapping[str, str]) -> str:
     if outcome is Outcome.TIED_UNSURE:
         return f"undecided: {len(standing.tied)} recipes share the lead"
     if outcome is Outcome.FASTER_UNSURE:
-        faster = _either([names[recipe] for recipe in standing.faster])
+        faster = _name_alternatives([names[recipe] for recipe in standing.faster])
         return f"choose {names[leader]} for the surest ceiling; {faster} for less compute and a less sure one"
-    either = _either([names[recipe] for recipe in standing.choices])
+    either = _name_alternatives([names[recipe] for recipe in standing.choices])
     if not standing.slower:
         return f"choose {either}: neither ceiling nor compute separates them"
     return f"choose {either}: {_describe_slower(standing).removesuffix(' to 90% of the gain')} to the same ceiling"
@@ -99,7 +99,7 @@ def _join(names: Sequence[str], word: str) -> str:
     return f" {word} ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _either(names: Sequence[str]) -> str:
+def _name_alternatives(names: Sequence[str]) -> str:
     return _join(names, "or") if len(names) < 3 else f"any of {len(names)} recipes"
 
 
@@ -127,13 +127,13 @@ def _describe_faster(standing: Standing) -> str:
         assert ratio is not None, "a faster recipe has a ratio"
         p_within = chance(1 - standing.p_wrong_by_recipe[recipe])
         descriptions.append(
-            f"{recipe}, tied with it in A, needs {_times(ratio)} times its compute to 90% of the gain, but is "
+            f"{recipe}, tied with it in A, needs {_format_ratio(ratio)} times its compute to 90% of the gain, but is "
             f"within {standing.margin:g} of the best only with {p_within}"
         )
     return "; ".join(descriptions)
 
 
-def _times(ratio: Interval) -> str:
+def _format_ratio(ratio: Interval) -> str:
     """Format a ratio of computes with its interval, or by its lower bound if the median is infinite."""
     return multiple(ratio) if ratio.value is None else format_interval(ratio, ".2f")
 
@@ -159,7 +159,7 @@ def _describe_unranked(standing: Standing) -> str:
     return text
 
 
-def place_reason(gap: float, recipe: str, standing: Standing) -> str:
+def rank_reason(gap: float, recipe: str, standing: Standing) -> str:
     """Return why a ranked recipe has its place. `gap` is the best A minus this recipe's A."""
     if recipe in standing.efficiencies and standing.shared_a is not None:
         first, shared = standing.tied[0], f"90% of the way to A {standing.shared_a:.3f}"
@@ -174,7 +174,7 @@ def place_reason(gap: float, recipe: str, standing: Standing) -> str:
         ratio = standing.ratio(recipe)
         if ratio is None:
             return f"{text}neither it nor {first} is known to reach {shared}"
-        return f"{text}{_times(ratio)} times the compute of {first} to {shared}"
+        return f"{text}{_format_ratio(ratio)} times the compute of {first} to {shared}"
     return "highest A" if gap <= 0 else f"A lower than the best by {gap:.3f}"
 
 

@@ -54,7 +54,7 @@ class Checks:
         half = points.take(first)
         if not len(half.reward):
             return None
-        if verdict.before_fit(half.compute, half.reward, half.seed, self.parameters) is not None:
+        if verdict.refuse_points(half.compute, half.reward, half.seed, self.parameters) is not None:
             return None
         early_inputs = outlook_inputs(self.inputs.recipe, half, self.inputs.limits, options=self.inputs.options)
         if early_inputs is None:

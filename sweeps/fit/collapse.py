@@ -29,13 +29,13 @@ def collapse_probability(seen: ScaledPoints) -> tuple[float, float]:
         return no_collapse
     # k is counted per seed. Repeats and recoveries are counted after merging all seeds by compute, because seeds may be
     # evaluated at different computes.
-    k = min(_trailing(seen.z[seen.seed == seed] == 0) for seed in np.unique(seen.seed))
+    k = min(_count_trailing_true(seen.z[seen.seed == seed] == 0) for seed in np.unique(seen.seed))
     high_rows = np.flatnonzero(seen.z >= COLLAPSE)
     if not len(high_rows) or k < 2:
         return no_collapse
     x, index = np.unique(seen.x, return_inverse=True)
     all_zero = np.bincount(index, seen.z != 0) == 0
-    first_zero = len(x) - _trailing(all_zero)
+    first_zero = len(x) - _count_trailing_true(all_zero)
     # Repeats and recoveries are counted from the first high reward up to the final run of zeros.
     zeros_before = all_zero[int(index[high_rows].min()) : first_zero]
     repeats, recoveries = (
@@ -46,6 +46,6 @@ def collapse_probability(seen: ScaledPoints) -> tuple[float, float]:
     return d / (d + (1 - d) * q ** (k - 1)), float(x[first_zero])
 
 
-def _trailing(mask: NDArray[np.bool_]) -> int:
+def _count_trailing_true(mask: NDArray[np.bool_]) -> int:
     """Count the true values at the end of a mask (n,)."""
     return int(np.cumprod(mask[::-1]).sum())

@@ -100,7 +100,7 @@ def compare(curve: Curve, options: FitOptions | None = None) -> Comparison:
         for name, family_options in options_by_name.items()
     }
     common = points["sigmoid"].take(points["sigmoid"].compute > 0)
-    if verdict.before_fit(common.compute, common.reward, common.seed, 4) is not None:
+    if verdict.refuse_points(common.compute, common.reward, common.seed, 4) is not None:
         return no_comparison
     held_out, last_error = _hold_out(points["sigmoid"])
     errors = (
@@ -324,7 +324,7 @@ def _hold_out(points: Points) -> tuple[list[_HeldOut], float | None]:
         early_points = points.take(early)
         if (
             not later.any()
-            or verdict.before_fit(early_points.compute, early_points.reward, early_points.seed, 4) is not None
+            or verdict.refuse_points(early_points.compute, early_points.reward, early_points.seed, 4) is not None
         ):
             continue
         part = _HeldOut(origin, points.compute[later], points.reward[later], points.seed[later])

@@ -55,7 +55,7 @@ class Family:
         """Number of shape parameters: 0, 1 or 2."""
         return len(self.names)
 
-    def natural(self, u: Array, v: Array) -> tuple[Array, Array]:
+    def to_shape(self, u: Array, v: Array) -> tuple[Array, Array]:
         """Convert coordinates u and v to the shape parameters, such as B and C_mid."""
         with np.errstate(over="ignore"):
             return np.exp(u), v if self.name == "logistic" else np.exp(v)

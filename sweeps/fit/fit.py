@@ -26,10 +26,10 @@ from sweeps.fit.constants import HUBER, PLATEAU
 from sweeps.fit.forecast import Draws, Outlook, OutlookInputs, outlook_inputs
 from sweeps.fit.points import FitOptions as FitOptions
 from sweeps.fit.points import Points, fits_r0, select
-from sweeps.fit.pooling import POOLED_FROM, Pool, pools_of
+from sweeps.fit.pooling import POOLED_FROM, Pool, make_pools
 from sweeps.fit.schedule import Schedule, schedule_of
-from sweeps.fit.seeds import BORROWED_SEED_SD, SPREAD_DOF, SeedExcess, SeedSpread, pooled_seed_spread, seed_excess
-from sweeps.parallel import mapped
+from sweeps.fit.seeds import BORROWED_SEED_SD, SPREAD_DOF, SeedScatter, SeedSpread, pooled_seed_spread, seed_scatter
+from sweeps.parallel import parallel_map
 
 # Number of rounds in which `FitOptions.robust` moves outliers towards the fitted line.
 _ROBUST_ROUNDS = 3
@@ -103,7 +103,7 @@ class Fit(AsJson):
     seeds: int = 0
     window: tuple[float, float] | None = None
     draws: Draws | None = None
-    seed_excess: SeedExcess = field(default_factory=SeedExcess)
+    seed_excess: SeedScatter = field(default_factory=SeedScatter)
     shape: dict[str, Interval] = field(default_factory=dict)
     informative_seeds: int = 1
     bad_seeds: tuple[BadSeed, ...] = ()
@@ -258,7 +258,7 @@ def fit_curve(
         )
         return replace(empty, verdict="too_few_points", reason=reason)
     parameters = options.curve_family.shape + (options.asymptote is None) + fits_r0(options) + (points.seeds - 1)
-    refusal = verdict.before_fit(
+    refusal = verdict.refuse_points(
         points.compute[in_window], points.reward[in_window], points.seed[in_window], parameters
     )
     if refusal is not None or inputs is None:
@@ -268,12 +268,12 @@ def fit_curve(
         inputs = _refit_robustly(points, inputs)
     if pool is not None:
         inputs = inputs.resample(pool.weights)
-    return replace(_fill_in(empty, points, inputs, parameters), pool=pool)
+    return replace(_with_estimates(empty, points, inputs, parameters), pool=pool)
 
 
 def _notes(
     curve: Curve,
-    agreeing: Curve,
+    without_outliers: Curve,
     options: FitOptions,
     schedule: Schedule | None,
     inputs: OutlookInputs | None,
@@ -287,7 +287,7 @@ def _notes(
         )
     if options.r0 == "first" and options.curve_family.from_zero and not (curve.compute == 0).any():
         yield "no evaluation at compute 0: R0 is inferred from the curve; give --r0 if it is known"
-    others = ", ".join(str(label) for label in np.unique(agreeing.seed))
+    others = ", ".join(str(label) for label in np.unique(without_outliers.seed))
     for seed in bad_seeds:
         yield (
             f"seed {seed.seed} departs from the others ({others}) at compute {seed.since:.4g}, by {abs(seed.by):.3g} "
@@ -309,7 +309,7 @@ def _notes(
         )
 
 
-def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int) -> Fit:
+def _with_estimates(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int) -> Fit:
     """Add estimates, intervals and verdict, from the draws of the posterior.
 
     Args:
@@ -322,7 +322,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
     draws, line = outlook.draws, outlook.line_at(points.compute)
     excluded = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in excluded]
-    excess, informing = seed_excess(points, line, outlook, labels)
+    excess, informing = seed_scatter(points, line, outlook, labels)
     uninformative = [label for label, informs in zip(labels, informing, strict=False) if not informs]
     if uninformative and len(labels) == points.seeds:
         one = len(uninformative) == 1
@@ -354,7 +354,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
         reward_range=empty.curve.scale,
         laws=_law_evidence(empty, A),
     )
-    judgement = verdict.after_fit(evidence)
+    judgement = verdict.judge_fit(evidence)
     without_asymptote = judgement.name in ("flat", "decreasing")
     fit = replace(
         empty,
@@ -371,7 +371,7 @@ def _fill_in(empty: Fit, points: Points, inputs: OutlookInputs, parameters: int)
         draws=draws,
         informative_seeds=int(informing.sum()),
         # Asymptotes of seeds can only be compared if A is identifiable.
-        seed_excess=excess if judgement.identifiable else SeedExcess(),
+        seed_excess=excess if judgement.identifiable else SeedScatter(),
     )
     return with_seed_spread(fit, empty.seed_spread)
 
@@ -456,7 +456,7 @@ def fit_curves(curves: Sequence[Curve], options: FitOptions | None = None, worke
         options: options of every fit; None for `FitOptions()`.
         workers: number of processes that share the work, see `sweeps.parallel`.
     """
-    return pool_over_recipes(mapped(partial(fit_curve, options=options), curves, workers), curves)
+    return pool_over_recipes(parallel_map(partial(fit_curve, options=options), curves, workers), curves)
 
 
 def pool_over_recipes(fits: Sequence[Fit], curves: Sequence[Curve]) -> list[Fit]:
@@ -501,9 +501,9 @@ def _pool_walks(fits: Sequence[Fit]) -> list[Fit]:
         return list(fits)
     walks = [outlook.futures.log_walk for i in numbers if (outlook := fits[i].outlook) is not None]
     result = list(fits)
-    for i, pool in zip(numbers, pools_of(walks), strict=True):
+    for i, pool in zip(numbers, make_pools(walks), strict=True):
         fit = fits[i]
         assert fit.checks is not None and fit.outlook_inputs is not None
         inputs = fit.outlook_inputs.resample(pool.weights)
-        result[i] = replace(_fill_in(fit, fit.checks.points, inputs, fit.checks.parameters), pool=pool)
+        result[i] = replace(_with_estimates(fit, fit.checks.points, inputs, fit.checks.parameters), pool=pool)
     return result

@@ -12,7 +12,7 @@ import numpy as np
 from sweeps.curve import Array
 from sweeps.fit.family import SIGMOID, Family
 from sweeps.fit.points import FitOptions, Points, average_neighbours
-from sweeps.fit.posterior import Futures, Posterior, draw_by_weight, laws_of
+from sweeps.fit.posterior import CurveDraws, Posterior, draw_by_weight, laws_of
 from sweeps.fit.scaled_points import ScaledPoints
 from sweeps.fit.schedule import Schedule
 
@@ -71,8 +71,8 @@ class Outlook:
             unknown.
     """
 
-    futures: Futures
-    family_futures: Futures | None
+    futures: CurveDraws
+    family_futures: CurveDraws | None
     draws: Draws
     line: Array
     end: float
@@ -89,7 +89,7 @@ class Outlook:
         at = at if self.schedule is None else self.schedule.effective_compute(at)
         return self.bottom + self.width * self.futures.at(np.asarray(at / self.end))
 
-    def line_at(self, compute: Array) -> Array:
+    def fitted_line_at(self, compute: Array) -> Array:
         """Return the fitted line, in reward, at effective computes (m,). It ends at A's median."""
         return np.asarray(self.bottom + self.width * np.interp(compute / self.end, _LINE, self.line))
 
@@ -147,14 +147,16 @@ class OutlookInputs:
         )
         return resampled
 
-    def _outlook_from(self, futures: Futures, family_futures: Futures, log_evidence: Mapping[str, float]) -> Outlook:
+    def _outlook_from(
+        self, futures: CurveDraws, family_futures: CurveDraws, log_evidence: Mapping[str, float]
+    ) -> Outlook:
         # A point is a mean of several evaluations. One evaluation is noisier by the square root of their number.
         family = self.options.curve_family
         noise = self.width * self.evaluations_per_point**0.5 * futures.noise
         # A dead run earns exactly 0, without noise.
         noise[futures.dead] = 0.0
         v = np.full(DRAWS, np.log(self._first)) if family.name == "power_law" else family_futures.v
-        first, second = family.natural(family_futures.u, v)
+        first, second = family.to_shape(family_futures.u, v)
         draws = Draws(
             A=self.bottom + self.width * family_futures.asymptote,
             B=first * self.end ** family.powers[0],

@@ -14,7 +14,7 @@ from sweeps.errors import UserError
 from sweeps.fit.constants import MIN_COMPUTES
 from sweeps.fit.fit import Fit, FitOptions, Interval, fit_curve
 from sweeps.fit.pooling import Pool
-from sweeps.fit.predict import predict, predict_mean, readable
+from sweeps.fit.predict import can_forecast, predict, predict_mean
 
 # Factor by which compute grows between snapshots; also the factor between two snapshots that confirm a departure from
 # the forecast.
@@ -144,7 +144,7 @@ def iter_snapshots(
     """Yield the snapshots of `history` one by one, so that a caller can write each before the next is computed."""
     if not every >= 1:
         raise UserError(f"every {every:g}: compute cannot shrink between snapshots; give a factor of 1 or more")
-    fits = _Fits(curve, options, pool)
+    fits = _FitCache(curve, options, pool)
     for end in _snapshot_computes(fits.computes, curve, every, earlier):
         yield fits.snapshot(end)
 
@@ -167,7 +167,7 @@ def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlie
     return ends
 
 
-class _Fits:
+class _FitCache:
     """Fits of one curve's evaluations up to any compute, each computed once.
 
     Attributes:
@@ -180,13 +180,13 @@ class _Fits:
         self._curve, self._options, self._pool = curve, options, pool
         self._fits: dict[float, Fit] = {}
 
-    def up_to(self, end: float) -> Fit:
+    def fit_up_to(self, end: float) -> Fit:
         if end not in self._fits:
             self._fits[end] = fit_curve(self._curve, replace(self._options, max_compute=end), pool=self._pool)
         return self._fits[end]
 
     def snapshot(self, end: float) -> Snapshot:
-        fit = self.up_to(end)
+        fit = self.fit_up_to(end)
         forecast = None
         if _can_forecast(fit):
             band = predict(fit, [REACH * end], observations=1)
@@ -209,7 +209,7 @@ class _Fits:
             return None
         # Sparse evaluations: forecast from the latest earlier compute, although it is further away.
         made_at = next((compute for compute in earlier if compute >= end / REACH), earlier[-1])
-        fit = self.up_to(made_at)
+        fit = self.fit_up_to(made_at)
         if not _can_forecast(fit):
             return None
         latest = (self._curve.compute > end / RECENT) & (self._curve.compute <= end)
@@ -225,7 +225,7 @@ class _Fits:
 
 def _can_forecast(fit: Fit) -> bool:
     """Return whether a fit can forecast and the reward rises, so that its forecasts can be checked."""
-    return readable(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
+    return can_forecast(fit) and fit.verdict not in ("flat", "decreasing", "too_few_points", "degenerate")
 
 
 def departure(snapshots: Sequence[Snapshot]) -> str | None:

@@ -43,7 +43,7 @@ class Pool:
         return np.asarray(np.exp(_log_density_ratio(log_walk)) @ self.centres)
 
 
-def pools_of(log_walks: Sequence[Array]) -> list[Pool]:
+def make_pools(log_walks: Sequence[Array]) -> list[Pool]:
     """Return the pool of each recipe.
 
     Args:

@@ -136,7 +136,7 @@ def walk_variance(x: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Futures:
+class CurveDraws:
     """Joint draws of curves.
 
     Rewards are on a scale of width 1, compute is in windows (see the module); arrays are (K,) if not stated otherwise.
@@ -164,7 +164,7 @@ class Futures:
     dead: NDArray[np.bool_]
     died: float = np.inf
 
-    def take(self, rows: NDArray[np.intp]) -> Futures:
+    def take(self, rows: NDArray[np.intp]) -> CurveDraws:
         """Return the draws at these indices."""
         names = ("law", "u", "v", "r0", "a", "walk", "noise", "log_walk", "dead")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
@@ -392,7 +392,7 @@ class Posterior:
         log_total = float(np.logaddexp.reduce(log_weight.ravel()))
         return _Samples(theta, np.exp(log_weight - log_total), log_total - float(np.log(len(theta))))
 
-    def draw(self, count: int) -> tuple[Futures, Futures]:
+    def draw(self, count: int) -> tuple[CurveDraws, CurveDraws]:
         """Draw `count` curves of all laws, by posterior probability, and `count` curves of the first law only.
 
         The first draw's curves of the first law are also in the second draw.
@@ -403,18 +403,18 @@ class Posterior:
         p, died = collapse_probability(self._points)
         order = self._rng.permutation(count)
         first_law = [values[order] for values in parts[0]]
-        first_law_futures = self._futures(np.zeros(count, dtype=np.intp), first_law, p, died)
+        first_law_futures = self._make_curve_draws(np.zeros(count, dtype=np.intp), first_law, p, died)
         parts_by_law = [[values[: counts[0]] for values in first_law], *parts[1:]]
         order = self._rng.permutation(count)
         law = np.repeat(np.arange(len(self._laws)), counts)
         joint_draws = [np.concatenate([part[i] for part in parts_by_law])[order] for i in range(7)]
-        return self._futures(law[order], joint_draws, p, died), first_law_futures
+        return self._make_curve_draws(law[order], joint_draws, p, died), first_law_futures
 
-    def _futures(self, law: NDArray[np.intp], draws: Sequence[Array], p: float, died: float) -> Futures:
+    def _make_curve_draws(self, law: NDArray[np.intp], draws: Sequence[Array], p: float, died: float) -> CurveDraws:
         """Assemble draws of u, v, r0, a, walk, noise and log_walk. The first fraction p of the rows are dead runs."""
         u, v, r0, a, walk, noise, log_walk = draws
         dead = np.arange(len(law)) < round(p * len(law))
-        return Futures(
+        return CurveDraws(
             laws=self._laws,
             law=law,
             u=u,

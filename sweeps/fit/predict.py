@@ -35,7 +35,7 @@ class Band:
         return Interval(float(self.value[at]), float(self.low[at]), float(self.high[at]))
 
 
-def readable(fit: Fit) -> bool:
+def can_forecast(fit: Fit) -> bool:
     """Return whether the fit has enough points for forecasts, under any verdict."""
     return fit.outlook_inputs is not None
 
@@ -56,7 +56,7 @@ def offset_growth(x: Array) -> Array:
     return np.asarray(-np.expm1(-x / SETTLED))
 
 
-def paths_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
+def reward_draws_over_seeds(fit: Fit, compute: Array | Sequence[float]) -> Array:
     """Return draws (K, m) of the recipe's mean reward over all possible seeds; `paths` has that of the given runs."""
     draws = paths(fit, compute)
     assert fit.window is not None
@@ -117,25 +117,25 @@ def _band(fit: Fit, draws: Array) -> Band:
     return Band(*(np.clip(v, *fit.bounds) for v in (value, low, high)))
 
 
-def support(fit: Fit) -> float | None:
+def forecast_limit(fit: Fit) -> float | None:
     """Return the largest compute, in the curve's unit, at which forecasts of the fit may be used; None without any."""
-    if fit.window is None or not readable(fit):
+    if fit.window is None or not can_forecast(fit):
         return None
     return (FAR if fit.identifiable else FARTHEST) * fit.window[1]
 
 
-def is_supported(fit: Fit, compute: float) -> bool:
+def can_forecast_at(fit: Fit, compute: float) -> bool:
     """Return whether a forecast of the fit may be used at this compute, see `support`."""
-    limit = support(fit)
+    limit = forecast_limit(fit)
     return limit is not None and compute <= limit * (1 + 1e-9)
 
 
 def reward_at(fit: Fit, compute: float) -> Interval | None:
     """Return the runs' reward at a compute with its 95% interval; None where the fit may not be used, see `support`."""
-    return predict(fit, [compute]).interval() if is_supported(fit, compute) else None
+    return predict(fit, [compute]).interval() if can_forecast_at(fit, compute) else None
 
 
-def total_draws(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
+def asymptote_draws_over_seeds(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
     """Return draws (K,), in reward, of a recipe's A over all possible seeds, or of a new run's A.
 
     The draws cover all laws (forms of the curve), whether or not A is identifiable. The mean over the given seeds

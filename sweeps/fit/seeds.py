@@ -48,7 +48,7 @@ class SeedSpread:
 
 
 @dataclass(frozen=True)
-class SeedExcess:
+class SeedScatter:
     """Scatter of the asymptotes (or rewards) of one recipe's seeds.
 
     Attributes:
@@ -64,9 +64,9 @@ class SeedExcess:
     offset: Mapping[str, float] = field(default_factory=dict)
 
 
-def seed_excess(
+def seed_scatter(
     points: Points, line: Array, outlook: Outlook, labels: Sequence[str]
-) -> tuple[SeedExcess, NDArray[np.bool_]]:
+) -> tuple[SeedScatter, NDArray[np.bool_]]:
     """Estimate how far each seed's asymptote is from the common one. Return also a mask (S,) of informative seeds.
 
     Args:
@@ -84,7 +84,7 @@ def seed_excess(
     informing = information >= INFORMING * max(float(information.max()), 1e-12)
     count = int(informing.sum())
     if count < 2 or (information[informing] <= 0).any():
-        return SeedExcess(), informing
+        return SeedScatter(), informing
     offset = (np.bincount(points.seed, g * (points.reward - line), points.seeds) / np.maximum(information, 1e-300))[
         informing
     ]
@@ -94,7 +94,7 @@ def seed_excess(
     # A reader of sources has numbered runs without seeds: equal numbers in two recipes do not mean a common seed.
     are_seeds = bool(used_labels) and not any(label.startswith(UNNAMED) for label in used_labels)
     by_label = dict(zip(used_labels, offset.tolist(), strict=True)) if are_seeds else {}
-    return SeedExcess(float((offset**2).sum()), sampling, count - 1, by_label), informing
+    return SeedScatter(float((offset**2).sum()), sampling, count - 1, by_label), informing
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Pairing(AsJson):
         return {"seeds": list(self.seeds), "seed_sd": self.spread.sd}
 
 
-def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pairing | None:
+def paired_seed_spread(excesses: Sequence[SeedScatter], scale: float = 1.0) -> Pairing | None:
     """Estimate the spread between seeds that remains in comparisons of recipes that share their seeds.
 
     The estimate is the residual variance of an analysis of variance with the factors recipe and seed. It is None unless
@@ -135,7 +135,7 @@ def paired_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> Pa
     return Pairing(tuple(shared), SeedSpread(float(np.sqrt(variance)), "paired", float(dof)))
 
 
-def pooled_seed_spread(excesses: Sequence[SeedExcess], scale: float = 1.0) -> SeedSpread | None:
+def pooled_seed_spread(excesses: Sequence[SeedScatter], scale: float = 1.0) -> SeedSpread | None:
     """Estimate the spread between seeds from the given recipes; None with fewer than `SPREAD_DOF` degrees of freedom.
 
     The variance due to the points' noise is subtracted. The result is at least the part of the published spread that

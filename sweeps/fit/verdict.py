@@ -99,7 +99,7 @@ def plateau_observed(compute: Array, reward: Array, bound: float, reward_range: 
     return bool(tail.mean() >= bound - PLATEAU * reward_range)
 
 
-def before_fit(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
+def refuse_points(compute: Array, reward: Array, seed: NDArray[np.intp], parameters: int) -> Verdict | None:
     """Return the verdict that refuses the points (n,) before any fit; None if a fit is possible.
 
     A single run must show the curve's shape: more seeds at the same computes add precision, but no shape.
@@ -177,7 +177,7 @@ def _trend(e: Evidence) -> Verdict | None:
     return None
 
 
-def after_fit(e: Evidence) -> Verdict:
+def judge_fit(e: Evidence) -> Verdict:
     """Judge a fitted curve: return the first refusal that applies, else `identifiable`."""
     trend = _trend(e)
     if trend is not None:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sweeps.errors import UserError, naming
+from sweeps.errors import UserError, errors_naming
 from sweeps.launch.ledger import RUNS_DIR, Ledger, member_fields
 from sweeps.launch.members import LEASE_NAME, take_lease
 from sweeps.run.files import make_private
 from sweeps.run.journal import Journal, JournalView, read_journal
 from sweeps.run.lease import Lease
-from sweeps.run.progress import why_final
+from sweeps.run.progress import final_reason
 from sweeps.run.spec import RunSpec, flatten_config, learning_config
 
 # Keys of a command member's configuration that this package sets, and not the user.
@@ -40,7 +40,7 @@ def agree(known: Mapping[str, str], values: Mapping[str, str]) -> bool:
     return bool(known) and all(name in values and _equal(value, values[name]) for name, value in known.items())
 
 
-def values_of(spec: RunSpec) -> Mapping[str, str]:
+def recipe_values(spec: RunSpec) -> Mapping[str, str]:
     """Return the values that identify a member's recipe, without the seed.
 
     For an adopted run these are the values given at its adoption. For a member that runs another trainer's command,
@@ -60,16 +60,16 @@ def values_of(spec: RunSpec) -> Mapping[str, str]:
     }
 
 
-def fields_of(spec: RunSpec) -> dict[str, Any]:
+def journal_header(spec: RunSpec) -> dict[str, Any]:
     """Return the journal header of an adopted run, without `baseline` and `departures` if these are empty."""
     return {key: value for key, value in spec.header().items() if value or key not in ("baseline", "departures")}
 
 
 @contextmanager
-def hold_lease(directory: Path) -> Iterator[None]:
+def hold_study_lease(directory: Path) -> Iterator[None]:
     """Hold the study's lease in a `with` block, so that no other process runs it meanwhile."""
     lease = Lease(directory, LEASE_NAME)
-    with naming("STUDY"):
+    with errors_naming("STUDY"):
         make_private(directory)
         take_lease(lease, f"{directory}:")
     try:
@@ -78,7 +78,7 @@ def hold_lease(directory: Path) -> Iterator[None]:
         lease.release()
 
 
-def count_adopted(
+def substitute_adopted_runs(
     directory: Path, specs: Sequence[RunSpec], measurement_of: Callable[[RunSpec], tuple[str, str, str]]
 ) -> tuple[list[RunSpec], list[str]]:
     """Replace members of a launch by adopted runs with the same recipe values and seed.
@@ -103,7 +103,7 @@ def count_adopted(
     commands = [spec for spec in specs if "command" in spec.config]
     if not commands or not any(state.adopted for state in Ledger(directory).fold().values()):
         return list(specs), []
-    with hold_lease(directory):
+    with hold_study_lease(directory):
         substitutes, notes = find_substitutes(directory, commands, measurement_of)
     count = sum(spec is not None for spec in substitutes.values())
     if count:
@@ -178,13 +178,13 @@ def replaced_members(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
         matching = _with_same_values(spec, members)
         member = next((candidate for candidate in matching if candidate.seed == spec.seed), None)
         if member is not None and len({candidate.curve for candidate in matching}) == 1:
-            complete = _has_enough_steps(spec, member) or why_final(directory / RUNS_DIR / run)
+            complete = _has_enough_steps(spec, member) or final_reason(directory / RUNS_DIR / run)
             replaced |= {member.run} if state.state != "finished" or complete else set()
     return replaced
 
 
 def _with_same_values(spec: RunSpec, members: Sequence[RunSpec]) -> list[RunSpec]:
-    return [member for member in members if agree(values_of(spec), values_of(member))]
+    return [member for member in members if agree(recipe_values(spec), recipe_values(member))]
 
 
 def _has_enough_steps(spec: RunSpec, member: RunSpec) -> bool:
@@ -213,7 +213,7 @@ def _relabel(directory: Path, spec: RunSpec, template: RunSpec, view: JournalVie
     header = {key: value for key, value in view.header.items() if key not in ("kind", "time")}
     journal = Journal(run_dir)
     try:
-        journal.header(**{**header, **fields_of(relabelled), "compute_is": text})
+        journal.header(**{**header, **journal_header(relabelled), "compute_is": text})
     finally:
         journal.close()
     relabelled.write(run_dir)

@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from sweeps.as_json import AsJson
-from sweeps.errors import UserError, naming
-from sweeps.launch.adopted import agree, fields_of, hold_lease, values_of
+from sweeps.errors import UserError, errors_naming
+from sweeps.launch.adopted import agree, hold_study_lease, journal_header, recipe_values
 from sweeps.launch.labels import check_labels
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, adopted_state, member_fields
 from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
 from sweeps.run.files import write_atomically
 from sweeps.run.journal import CONFIG_FILE, Journal, JournalView, find_runs
-from sweeps.run.progress import check_own, journal_or_none
+from sweeps.run.progress import check_journal_owner, journal_or_none
 from sweeps.run.spec import RunSpec, digest
 from sweeps.source.collected import FAILED, FINISHED, RUNNING, ForeignRun, show_one_run
 from sweeps.source.foreign_runs import SEED, Points, axis_of, columns_of, points_of, read_runs
 from sweeps.source.journals import compared_by
 from sweeps.source.places import Kind, Place
-from sweeps.source.run_names import hidden_seed
+from sweeps.source.run_names import seed_in_name
 from sweeps.source.text import short
 from sweeps.terminal import counted
 
@@ -111,9 +111,9 @@ def adopt(
         raise UserError(f"{short(where)}: compute is {' and '.join(axes.values())}; choose one column with --x")
     _check_folder(directory, sources)
     (axis,) = axes
-    with hold_lease(directory):
+    with hold_study_lease(directory):
         metric = None if evaluation_set is None else f"eval/{evaluation_set}/pass_rate"
-        folder = _Folder(directory, axis, metric, short(where))
+        folder = _StudyMembers(directory, axis, metric, short(where))
         result = Adoption(str(directory), folder.axis, folder.metric, notes=notes)
         for run in runs:
             try:
@@ -131,7 +131,7 @@ def label_of(values: Mapping[str, str]) -> str:
 
 def _check_folder(directory: Path, sources: Sequence[str]) -> None:
     """Raise UserError if a folder has files but no study, or if it contains one of the sources."""
-    with naming("STUDY"):
+    with errors_naming("STUDY"):
         # A new folder may contain a lease's files: a process holds the lease, or was killed before adopting its first
         # run. List the folder before checking for a ledger, because another process may make it a study in between.
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
@@ -152,7 +152,7 @@ def _skipped(run: ForeignRun, reason: str) -> RunResult:
     )
 
 
-def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], include_running: bool) -> RunResult:
+def _adopt_run(folder: _StudyMembers, run: ForeignRun, columns: Mapping[str, str], include_running: bool) -> RunResult:
     """Adopt one run, or add its new points to its member. Raises UserError if the run cannot become a member."""
     if run.state == RUNNING and not include_running:
         return _skipped(run, "still running, or ended without recording it; --running adopts its points so far")
@@ -160,7 +160,7 @@ def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], inc
     if not points.steps:
         return _skipped(run, "no points")
     key = run.key or f"{_resolved(run.where)}#{run.name}"
-    values, seed_named = _values(run, columns)
+    values, seed_named = _recipe_values_and_seed(run, columns)
     if (duplicate := folder.member_with_points(points, key, values)) is not None and (
         result := _unchanged_member(folder, duplicate, values, seed_named, run)
     ) is not None:
@@ -192,7 +192,7 @@ def _adopt_run(folder: _Folder, run: ForeignRun, columns: Mapping[str, str], inc
     )
     if earlier is None:
         check_labels(folder.directory / RUNS_DIR, [spec], folder.states)
-    return _write(
+    return _write_member(
         folder, spec, run, points, remark=None if seed_named is not None else f"no seed found; it gets seed {seed}"
     )
 
@@ -202,7 +202,7 @@ def _resolved(where: str) -> str:
     return str(path.resolve()) if path.exists() else where
 
 
-def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
+def _recipe_values_and_seed(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str], int | None]:
     """Return the values that identify a run's recipe, and its seed; None if no column or name has the seed.
 
     Raises:
@@ -213,7 +213,7 @@ def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str]
     values = {name: run.labels["recipe"] if columns[name] == first else run.labels[columns[name]] for name in names}
     text = run.labels.get(columns.get(SEED, SEED))
     recipe = run.labels["recipe"]
-    if text is None and (hidden := hidden_seed(run.name if values else recipe)) is not None:
+    if text is None and (hidden := seed_in_name(run.name if values else recipe)) is not None:
         # In a name such as `run-s1`, the `s` may also stand for "stage": use the number only after the word `seed`.
         text, recipe = (hidden[1], hidden[0] or recipe) if hidden[2] else (None, recipe)
     if text is not None and not re.fullmatch(r"-?\d+(\.0)?", text.strip()):
@@ -222,7 +222,7 @@ def _values(run: ForeignRun, columns: Mapping[str, str]) -> tuple[dict[str, str]
 
 
 def _unchanged_member(
-    folder: _Folder, duplicate: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
+    folder: _StudyMembers, duplicate: str, values: Mapping[str, str], seed: int | None, run: ForeignRun
 ) -> RunResult | None:
     """Return the result `unchanged` for a run whose points are already those of a launched member.
 
@@ -255,7 +255,9 @@ def _unchanged_member(
     )
 
 
-def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None) -> RunResult:
+def _write_member(
+    folder: _StudyMembers, spec: RunSpec, run: ForeignRun, points: Points, remark: str | None
+) -> RunResult:
     """Write journal, specification and ledger entry of a member, in this order, if they are missing or outdated.
 
     `remark` becomes the result's reason unless there is a more important one.
@@ -264,7 +266,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
         UserError: the folder has another run's journal, or the run was adopted from other columns.
     """
     run_dir = folder.directory / RUNS_DIR / spec.run
-    check_own(run_dir, spec.run)
+    check_journal_owner(run_dir, spec.run)
     view = journal_or_none(run_dir)
     old, new = [] if view is None else folder.points(view).rows, points.rows
     origin = {**spec.config["adopted"], "axis": run.axis, "metric": run.metric, "digest": points.digest}
@@ -280,7 +282,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
     elif common == len(new) and view is not None and view.status == status and spec.steps == points.steps[-1]:
         what, count = "unchanged" if recorded else "adopted", len(new)
         if not recorded:
-            _record(folder, spec, status, origin, count)
+            _record_in_ledger(folder, spec, status, origin, count)
     else:
         what, count = "grown" if old and recorded else "adopted", len(new)
         spec = replace(spec, steps=points.steps[-1], config={**spec.config, "budget": {"steps": points.steps[-1]}})
@@ -298,7 +300,7 @@ def _write(folder: _Folder, spec: RunSpec, run: ForeignRun, points: Points, rema
                 journal.end(points.steps[-1], status, why, final=run.final is not None)
         finally:
             journal.close()
-        _record(folder, spec, status, origin, count)
+        _record_in_ledger(folder, spec, status, origin, count)
         if common < len(old):
             remark = f"{counted(len(old) - common, 'point')} replaced, because the source has other values now"
     if status != "finished":
@@ -325,11 +327,13 @@ def _check_columns(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
-def _header(spec: RunSpec, folder: _Folder, origin: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields_of(spec), "adopted": dict(origin), "axis": folder.axis, "compute_is": folder.measured}
+def _header(spec: RunSpec, folder: _StudyMembers, origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {**journal_header(spec), "adopted": dict(origin), "axis": folder.axis, "compute_is": folder.measured}
 
 
-def _record(folder: _Folder, spec: RunSpec, status: str, origin: Mapping[str, Any], points: int) -> None:
+def _record_in_ledger(
+    folder: _StudyMembers, spec: RunSpec, status: str, origin: Mapping[str, Any], points: int
+) -> None:
     run_dir = folder.directory / RUNS_DIR / spec.run
     spec.write(run_dir)
     # `scalerl fit` and similar commands can group runs by the values in this file. JSON is valid YAML.
@@ -354,7 +358,7 @@ class _Member:
     points: Points
 
 
-class _Folder:
+class _StudyMembers:
     """Members of a study while runs are adopted into it. The caller must hold the study's lease.
 
     Attributes:
@@ -394,7 +398,7 @@ class _Folder:
         self.members = {run: _Member(self.specs.get(run), view, self.points(view)) for run, view in views.items()}
 
     def _add_spec(self, spec: RunSpec) -> None:
-        self.specs[spec.run], self.values[spec.run] = spec, dict(values_of(spec))
+        self.specs[spec.run], self.values[spec.run] = spec, dict(recipe_values(spec))
 
     def add(self, spec: RunSpec) -> None:
         self._add_spec(spec)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sweeps.errors import UserError, naming
+from sweeps.errors import UserError, errors_naming
 from sweeps.executor.node.attempts import ATTEMPTS_DIR
 from sweeps.executor.node.manifest import JOBS_DIR
 from sweeps.launch.ledger import RUNS_DIR, Ledger, MemberState
@@ -131,7 +131,7 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
     """
     _members(study, Ledger(study).fold())  # raises without a study, before the lease is written
     lease = Lease(study, LEASE_NAME)
-    with naming("clean"):
+    with errors_naming("clean"):
         take_lease(lease, f"clean: {study}")
         try:
             result = inventory(study, keep, sleep)  # list again: files may have changed since they were shown
@@ -155,7 +155,7 @@ def clean(study: Path, kinds: Sequence[str], keep: int = 0, sleep: Callable[[flo
 def _members(study: Path, states: Mapping[str, MemberState]) -> list[Member]:
     """Return the members in the ledger and other runs in the study's folder. Raises UserError if there are neither."""
     runs = study / RUNS_DIR
-    with naming("clean"):
+    with errors_naming("clean"):
         folders = sorted(path.name for path in runs.iterdir()) if runs.is_dir() else []
     if not states and not folders:
         raise UserError(f"{study}: no study here; give the folder that a --multirun wrote to (outputs/<study>)")
@@ -232,7 +232,7 @@ def _remove_empty_folders(study: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def shown_size(size: int) -> str:
+def format_size(size: int) -> str:
     """Format a number of bytes with a decimal unit, such as `3.2 MB`."""
     number, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):

@@ -22,7 +22,7 @@ from sweeps.launch import decisions
 from sweeps.launch.decider import Decider, Wish
 from sweeps.launch.decisions import Action, AttemptEnd, Finish, GiveUp, Hold, Policy, Reattach, Retry, Stop, Submit
 from sweeps.launch.labels import check_labels
-from sweeps.launch.ledger import RUNS_DIR, MemberState, member_fields, read_frozen, state_after
+from sweeps.launch.ledger import RUNS_DIR, MemberState, member_fields, read_checked_spec, state_after
 from sweeps.launch.members import Members
 from sweeps.launch.node_blacklist import NodeBlacklist
 from sweeps.launch.observer import Observer
@@ -31,7 +31,7 @@ from sweeps.redact import redact
 from sweeps.run.files import make_private, write_atomically
 from sweeps.run.interruption import STOP_FILE, clear_stop_request, requested_stop
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import check_own, file_sizes, is_done, why_failed, why_final
+from sweeps.run.progress import check_journal_owner, file_sizes, final_reason, is_done, why_failed
 from sweeps.run.spec import SPEC_FILE, RunSpec, Texts, check_distinct
 
 WRITERS = 8  # number of threads that write specifications
@@ -49,12 +49,12 @@ class Controller:
     """
 
     def __init__(
-        self, records: Records, executor: Executor, audience: Audience, policy: Policy, decider: Decider | None
+        self, records: Records, executor: Executor, audience: ObserverNotifier, policy: Policy, decider: Decider | None
     ) -> None:
         self.records, self._executor, self._audience = records, executor, audience
         self._policy, self._decider = policy, decider
         self._files: Mapping[Path, str] = {}
-        self._first_count = len(records.specs)  # number of members before a decider added any
+        self._initial_member_count = len(records.specs)  # number of members before a decider added any
         self._blacklist = NodeBlacklist(self._nodes_at_work)
         for entry in records.study.ledger.entries():
             self._blacklist.add_entry(entry)
@@ -168,7 +168,7 @@ class Controller:
         valid = []
         for launch in batch:
             try:
-                read_frozen(launch.run_dir, self.records.states[launch.run])
+                read_checked_spec(launch.run_dir, self.records.states[launch.run])
                 valid.append(launch)
             except UserError as error:
                 failure = {"kind": "error", "reason": str(error)}
@@ -301,7 +301,7 @@ class Controller:
                     self._executor.stop([run], action.reason)
         self._audience.notify(actions)
 
-    def unfinished(self, error: BaseException | None = None) -> tuple[int, int]:
+    def count_failed_and_continuing(self, error: BaseException | None = None) -> tuple[int, int]:
         """Count failed members, and members that continue without this process; called when it leaves the study.
 
         Args:
@@ -313,7 +313,7 @@ class Controller:
             return 0, number
         if error is not None and self.records.rollback.pending:
             # Everything is rolled back, including members that a decider added.
-            return (self._first_count, 0) if self.records.new else (0, number)
+            return (self._initial_member_count, 0) if self.records.new else (0, number)
         states = self.records.states if error is None else self.records.study.ledger.fold()
         member_states = [states[run].state for run in self.records.specs if run in states]
         if error is None:
@@ -325,7 +325,7 @@ class Controller:
         return number - left - len(self._audience.done) - len(self._audience.stopped), left
 
 
-class Audience:
+class ObserverNotifier:
     """The observers of a launch, with a record of what was reported to them.
 
     Args:
@@ -420,7 +420,7 @@ class Records:
 
     def why_final(self, run: str) -> str | None:
         """Return why a member ended before its budget and cannot be continued; None if it reached its budget."""
-        return why_final(self.run_dir(run))
+        return final_reason(self.run_dir(run))
 
     def members(self) -> list[MemberState]:
         """Return the members' states in the study's order; `planned` for a member that is not in the ledger yet."""
@@ -435,7 +435,7 @@ class Records:
         new = [spec for spec in check_distinct(specs) if spec.run not in self.states]
         check_labels(self.study.directory / RUNS_DIR, new, self.states)
         for spec in specs:
-            check_own(self.study.run_dir(spec), spec.run)
+            check_journal_owner(self.study.run_dir(spec), spec.run)
         known = {spec.run for spec in self.study.specs}
         added = [spec for spec in specs if spec.run not in known]
         self.study.specs = [*self.study.specs, *added]

@@ -144,7 +144,7 @@ def _first_action(member: MemberState, done: Mapping[str, str | None], policy: P
     if member.adopted:
         return Finish(member.run)
     if member.run in done:
-        return _finish(member.run, {}, done[member.run], known=member.state == "finished")
+        return _finish(member.run, {}, done[member.run], already_recorded=member.state == "finished")
     # A decider may resume a member that it stopped.
     has_ended = member.state == "failed" or (member.state == "stopped" and not policy.has_decider)
     if has_ended and not policy.again:
@@ -183,10 +183,10 @@ def _next_action(state: MemberState, ended: AttemptEnd, policy: Policy) -> Actio
     return GiveUp(run, event, failure, _reported_end(event, ended.kind), ended.reason)
 
 
-def _finish(run: str, fields: Mapping[str, Any], reason: str | None, known: bool = False) -> Finish:
+def _finish(run: str, fields: Mapping[str, Any], reason: str | None, already_recorded: bool = False) -> Finish:
     """Return the action for a finished member. With `known`, the ledger has the end already; it is only reported."""
     fields = {**fields, **({"reason": reason} if reason else {})}
-    return Finish(run, None if known else "finished", fields, reason)
+    return Finish(run, None if already_recorded else "finished", fields, reason)
 
 
 def _reported_end(state: str, kind: str | None) -> str:

@@ -64,12 +64,12 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
         if known and spec.curve not in known:
             raise UserError(
                 f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
-                f"{_differing(spec, runs_dir / next(iter(known.values())))}; give these a folder of their own "
+                f"{_describe_difference(spec, runs_dir / next(iter(known.values())))}; give these a folder of their own "
                 "(study=NAME), or sweep both values in one launch into a new folder, which labels them apart"
             )
 
 
-def _differing(spec: RunSpec, other: Path) -> str:
+def _describe_difference(spec: RunSpec, other: Path) -> str:
     """Describe the configuration values in which a spec differs from the run in the folder `other`."""
     try:
         other_values = flatten_config(learning_config(RunSpec.read(other).config))

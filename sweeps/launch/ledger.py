@@ -154,7 +154,7 @@ class Ledger:
         entries, damaged = [], []
         for number, line in enumerate(self.path.read_bytes().split(b"\n"), start=1):
             entry = parse_line(line)
-            if entry is None or not _is_sound(entry):
+            if entry is None or not _has_valid_types(entry):
                 damaged += [number] if line.strip() else []
             elif entry.get("event") in EVENTS:
                 entries.append(entry)
@@ -176,7 +176,7 @@ class Ledger:
             if event == "planned" and run not in states:
                 states[run] = MemberState(run, entry.get("recipe", ""), entry.get("seed", 0), curve=entry.get("curve"))
             elif run not in states and run not in unknown:
-                if (restored := self._planned_by_spec(run)) is None:
+                if (restored := self._state_from_spec(run)) is None:
                     unknown.add(run)
                 else:
                     states[run] = restored
@@ -185,11 +185,11 @@ class Ledger:
         if damaged:
             for folder in sorted((self.path.parent / RUNS_DIR).glob(f"*/{SPEC_FILE}")):
                 run = folder.parent.name
-                if run not in states and (restored := self._planned_by_spec(run)) is not None:
+                if run not in states and (restored := self._state_from_spec(run)) is not None:
                     states[run] = restored
         return states
 
-    def _planned_by_spec(self, run: str) -> MemberState | None:
+    def _state_from_spec(self, run: str) -> MemberState | None:
         """Return the state `planned` of a run, from the specification in its folder; None if there is no valid one."""
         run_dir = self.path.parent / RUNS_DIR / run
         if run_dir.name != run or not (run_dir / SPEC_FILE).is_file():
@@ -201,12 +201,12 @@ class Ledger:
         return MemberState(run, spec.recipe, spec.seed, curve=spec.curve) if spec.run == run else None
 
 
-def ended_well(states: Mapping[str, MemberState]) -> bool:
+def all_finished_or_stopped(states: Mapping[str, MemberState]) -> bool:
     """Return whether every member has finished or was stopped."""
     return all(state.state in ("finished", "stopped") for state in states.values())
 
 
-def read_frozen(run_dir: Path, state: MemberState, known: dict[str, Any] | None = None) -> RunSpec:
+def read_checked_spec(run_dir: Path, state: MemberState, known: dict[str, Any] | None = None) -> RunSpec:
     """Read a member's specification and check it against the ledger's checksum; for `known` see `RunSpec.read`."""
     spec = RunSpec.read(run_dir, known)
     spec.check_checksum(run_dir, state.checksum)
@@ -232,7 +232,7 @@ def adopted_state(entry: Mapping[str, Any]) -> MemberState:
     )
 
 
-def _is_sound(entry: Mapping[str, Any]) -> bool:
+def _has_valid_types(entry: Mapping[str, Any]) -> bool:
     """Return whether the fields of an entry have the right types; missing fields are accepted."""
     try:
         fields.run_name(entry)

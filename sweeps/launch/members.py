@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sweeps.errors import UserError
-from sweeps.launch.ledger import RUNS_DIR, Ledger, read_frozen
+from sweeps.launch.ledger import RUNS_DIR, Ledger, read_checked_spec
 from sweeps.run.files import named_lines
 from sweeps.run.lease import Lease, LeaseHeldError
 from sweeps.run.spec import RunSpec, check_distinct
@@ -65,7 +65,7 @@ class Members:
         known: dict[str, Any] = {}
         # An adopted run is a member only once it has finished, because it is never started here.
         members = {run: state for run, state in states.items() if not state.adopted or state.state == "finished"}
-        study.specs = [read_frozen(directory / RUNS_DIR / run, state, known) for run, state in members.items()]
+        study.specs = [read_checked_spec(directory / RUNS_DIR / run, state, known) for run, state in members.items()]
         return study
 
     def run_dir(self, spec: RunSpec) -> Path:

@@ -63,7 +63,9 @@ class NodeBlacklist:
         self._failures: dict[str, deque[NodeFailure]] = defaultdict(lambda: deque(maxlen=STORED_FAILURES))
         self._finished: dict[str, float] = {}  # by node, time at which a member last finished there
         self._serial = 0
-        self._ended: dict[str, int] = {}  # by run, serial number of the newest entry whose failures no longer count
+        self._failures_reset_at: dict[
+            str, int
+        ] = {}  # by run, serial number of the newest entry whose failures no longer count
         self._announced: set[str] = set()  # excluded nodes that were logged
 
     def add_entry(self, entry: Mapping[str, Any]) -> None:
@@ -81,14 +83,14 @@ class NodeBlacklist:
 
     def reset_failures(self, run: str) -> None:
         """Ignore all failures so far of a member that is done or given up: they do not count in a later launch."""
-        self._ended[run] = self._serial
+        self._failures_reset_at[run] = self._serial
 
     def excluded_nodes(self, now: float) -> tuple[str, ...]:
         """Return the nodes that are excluded at the time `now`, and log newly excluded ones."""
         universal = self._universal_causes(now)
         excluded = []
         for node, node_failures in sorted(self._failures.items()):
-            times = [failure.time for failure in node_failures if self._is_bad(failure, universal)]
+            times = [failure.time for failure in node_failures if self._is_blamed_on_node(failure, universal)]
             if times and now < max(times) + EXCLUDED_S:
                 excluded.append(node)
         for node in set(excluded) - self._announced:
@@ -99,16 +101,16 @@ class NodeBlacklist:
 
     def count_excused(self, run: str, now: float) -> dict[str, int]:
         """Count a member's failures blamed on nodes, by kind: at most one per node, and `MAX_EXCUSED` in all."""
-        universal, since = self._universal_causes(now), self._ended.get(run, 0)
+        universal, since = self._universal_causes(now), self._failures_reset_at.get(run, 0)
         counts: dict[str, int] = {}
         for node_failures in self._failures.values():
             counted = [failure for failure in node_failures if failure.run == run and failure.serial > since]
-            counted = [failure for failure in counted if self._is_bad(failure, universal)]
+            counted = [failure for failure in counted if self._is_blamed_on_node(failure, universal)]
             if counted and sum(counts.values()) < MAX_EXCUSED:
                 counts[counted[0].kind] = counts.get(counted[0].kind, 0) + 1
         return counts
 
-    def _is_bad(self, failure: NodeFailure, universal: Collection[str]) -> bool:
+    def _is_blamed_on_node(self, failure: NodeFailure, universal: Collection[str]) -> bool:
         """Return whether another member failed on the same node within `WINDOW_S` of this failure.
 
         Failures whose cause is in `universal` do not count.

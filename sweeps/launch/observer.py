@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sweeps.launch.time_left import TimeLeft
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec
-from sweeps.terminal import Cell, Column, NeverBlocking, duration, fitted, on_screen, one_line
+from sweeps.terminal import Cell, Column, NonBlockingWriter, duration, fitted, is_interactive, one_line
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -114,8 +114,8 @@ class Progress(Observer):
         self._specs = {spec.run: spec for spec in specs}
         self._ended: set[str] = set()  # members that have ended in any way
         self._remaining = TimeLeft()
-        self._live = _live_display() if write is None and on_screen(sys.stderr) else None
-        self._write = write or NeverBlocking(sys.stderr).write
+        self._live = _live_display() if write is None and is_interactive(sys.stderr) else None
+        self._write = write or NonBlockingWriter(sys.stderr).write
         self._every_s = every_s if every_s is not None else (2.0 if self._live else 10.0)
         self._metric = metric
         self._preface = preface
@@ -213,7 +213,7 @@ class Progress(Observer):
         """Return the step that a member has reached; a branch begins at the step of its parent."""
         return max(int(self._latest[spec.run].get("step", 0)), spec.first_step)
 
-    def _left_s(self, open_members: int, running: Sequence[RunSpec]) -> float | None:
+    def _left_s(self, unfinished_count: int, running: Sequence[RunSpec]) -> float | None:
         """Estimate the seconds until the study ends, from the pace seen by this process; None while no pace is known.
 
         Args:
@@ -229,8 +229,8 @@ class Progress(Observer):
             for run, spec in self._specs.items()
             if run not in at_work and run not in self._ended
         ]
-        if len(waiting) != open_members - len(running):  # `_specs` lacks some members
-            waiting = [("", self._steps)] * (open_members - len(running))
+        if len(waiting) != unfinished_count - len(running):  # `_specs` lacks some members
+            waiting = [("", self._steps)] * (unfinished_count - len(running))
         return self._remaining.left_s(at_work, waiting, now)
 
     def _row(self, spec: RunSpec) -> list[Cell]:

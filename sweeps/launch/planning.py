@@ -118,7 +118,7 @@ class Planner:
         self._child = self._connection = None
 
 
-def plan_apart(
+def plan_in_subprocess(
     planner: str,
     override_lists: Sequence[Sequence[str]],
     folders: Sequence[str],

@@ -18,7 +18,7 @@ from sweeps.errors import UserError
 from sweeps.launch.ledger import RUNS_DIR
 from sweeps.run.checkpoint_names import CHECKPOINTS_DIR, checkpoints, step_of
 from sweeps.run.journal import JournalView, find_runs, finite
-from sweeps.run.progress import journal_or_none, why_final
+from sweeps.run.progress import final_reason, journal_or_none
 from sweeps.run.spec import RunSpec
 from sweeps.terminal import counted
 
@@ -92,7 +92,7 @@ class Launch(AsJson):
         return lines
 
 
-def launch_of(
+def estimate_launch(
     specs: Sequence[RunSpec],
     directory: Path,
     like: str | None = None,
@@ -118,7 +118,7 @@ def launch_of(
     # The first steps of a branch were taken by its parent.
     done = {spec.run: max(progress(directory / RUNS_DIR / spec.run).resume_step, spec.first_step) for spec in specs}
     left = {spec.run: max(spec.steps - done[spec.run], 0) for spec in specs}
-    left |= {spec.run: 0 for spec in specs if left[spec.run] and why_final(directory / RUNS_DIR / spec.run)}
+    left |= {spec.run: 0 for spec in specs if left[spec.run] and final_reason(directory / RUNS_DIR / spec.run)}
     left |= dict.fromkeys(elsewhere, 0)
     rates = _Rates.read(directory if like is None else Path(like), progress)
     if rates is None and like is not None:

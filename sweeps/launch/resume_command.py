@@ -65,7 +65,7 @@ def command(advice: Advice, runs: Sequence[JournalView], axis: str) -> str | Non
         overrides = [*(entry for entry in overrides if not _key(entry).startswith("race.")), "race.mode=none"]
     overrides = _into_folder(overrides, specs[0], recipe_runs[0].path.parent)
     words = [*overrides, f"seed={','.join(map(str, seeds))}", f"budget.steps={budget}"]
-    return shlex.join(["scalerl", "train", *folder_words(specs[0].folders), "--multirun", *words])
+    return shlex.join(["scalerl", "train", *folder_arguments(specs[0].folders), "--multirun", *words])
 
 
 def _key(override: str) -> str:
@@ -88,7 +88,7 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def folder_words(folders: Sequence[str]) -> list[str]:
+def folder_arguments(folders: Sequence[str]) -> list[str]:
     """Return the arguments of `scalerl train` that name configuration folders, from `RunSpec.folders`.
 
     An entry that ends in `.yaml` is a file: the configuration of a study of another trainer's commands.

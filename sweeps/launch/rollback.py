@@ -44,7 +44,7 @@ class Rollback:
         if self.pending:
             self._undo.callback(undo, *arguments)
 
-    def put_back(self, path: Path, content: bytes | None) -> None:
+    def restore_file_on_rollback(self, path: Path, content: bytes | None) -> None:
         """Register that a rollback restores this content of a file, or removes the file if the content is None."""
         self.call(_put_back, path, content)
 

@@ -20,10 +20,10 @@ from sweeps.executor.node.attempts import Attempt, attempts
 from sweeps.launch.ledger import LEDGER_FILE, RUNS_DIR, Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME
 from sweeps.redact import redact
-from sweeps.run.files import end_of
+from sweeps.run.files import read_end
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, find_runs
-from sweeps.run.lease import BEAT_S, alive, heartbeat_time, held_leases, is_held
-from sweeps.run.progress import is_done, journal_or_none, last_metrics, looks_whole, trouble, why_final
+from sweeps.run.lease import BEAT_S, heartbeat_time, held_leases, holder_facts, is_held
+from sweeps.run.progress import final_reason, is_done, journal_damage, journal_or_none, last_metrics, looks_whole
 from sweeps.run.provenance import changes_line
 from sweeps.run.spec import budget_of
 from sweeps.run.writer import BEAT_S as WRITER_BEAT_S
@@ -117,7 +117,7 @@ def overview(study: Path, scheduler: Scheduler | None = None) -> list[MemberView
     uncertain = [state for state in states if state.job is None and state.state in ("submitting", "started")]
     controlled = bool(uncertain) and bool(held_leases([study], LEASE_NAME, _WATCH_S))
     # A controller that was killed just after it called sbatch has not recorded the job, which may be running.
-    written = _written({study / RUNS_DIR / state.run for state in uncertain if state.submission is not None})
+    written = _with_live_writer({study / RUNS_DIR / state.run for state in uncertain if state.submission is not None})
     views = [_view(study, state, queue, controlled, written) for state in states]
     # Runs of a user's own training loop (`sweeps.stopping`) may be in the same folder.
     launched = {state.run for state in states}
@@ -135,7 +135,7 @@ def counts(views: Sequence[MemberView]) -> str:
 
 def log_tail(study: Path, view: MemberView, lines: int = 8) -> list[str]:
     """Return the last lines of a member's log, redacted; empty if there is no log."""
-    text = end_of(study / RUNS_DIR / view.run / LOG_FILE, 16384)
+    text = read_end(study / RUNS_DIR / view.run / LOG_FILE, 16384)
     # Redact the whole text, because a private key has several lines.
     return [line.rstrip() for line in redact(text).splitlines() if line.strip()][-lines:]
 
@@ -157,7 +157,7 @@ def _view(
     past_attempts = attempts(run_dir)
     metrics = last_metrics(run_dir)
     name, reason = _state(state, run_dir, steps, past_attempts, queue, controlled, run_dir in written)
-    facts = (alive(run_dir) or {}) if name == "running" else {}
+    facts = (holder_facts(run_dir) or {}) if name == "running" else {}
     doing, idle_s = _last_activity(run_dir, facts)
     code, missing = _resume_traces(run_dir)
     return MemberView(
@@ -184,7 +184,7 @@ def _damage(run_dir: Path, run: str, state: str) -> str | None:
     """Describe damage in the journal of a member that is not running; None if there is none."""
     if state in ("running", "queued") or (state == "finished" and looks_whole(run_dir)):
         return None
-    return trouble(run_dir, run)
+    return journal_damage(run_dir, run)
 
 
 def _state(
@@ -198,7 +198,7 @@ def _state(
 ) -> tuple[str, str | None]:
     """Return a member's state and the reason for it, see `MemberView`. `written`: whether a process writes to it."""
     if steps is not None and is_done(run_dir, steps, state.run):
-        return "finished", why_final(run_dir)
+        return "finished", final_reason(run_dir)
     if state.state == "failed":
         return (state.kind if state.kind in ("cancelled", "stopped") else "failed"), state.reason
     if state.state == "stopped":
@@ -293,12 +293,12 @@ def _views_of_journals(run_dirs: Sequence[Path]) -> list[MemberView]:
     views = {run_dir: _view_of_journal(run_dir) for run_dir in run_dirs}
     leased = {run_dir for run_dir, view in views.items() if view.state == "running" and heartbeat_time(run_dir) > 0}
     # Read the journals of runs without a writer again: they may have finished in the meantime.
-    for run_dir in leased - _written(leased):
+    for run_dir in leased - _with_live_writer(leased):
         views[run_dir] = _view_of_journal(run_dir, without_end="ended")
     return list(views.values())
 
 
-def _written(run_dirs: Set[Path]) -> Set[Path]:
+def _with_live_writer(run_dirs: Set[Path]) -> Set[Path]:
     """Return the runs that a living process writes to, by their leases."""
     # A recent heartbeat from another machine is accepted: waiting for the next one would take up to 15 s.
     now = time.time()
@@ -316,7 +316,7 @@ def _view_of_journal(run_dir: Path, without_end: str = "running") -> MemberView:
     # A user's own loop that finished with a reason was stopped by its race.
     stopped = view is not None and view.status == "finished" and view.reason is not None and header.get("loop")
     state = states.get("stopped" if stopped else view.status, without_end) if view is not None else "waiting"
-    reason = (view.reason or missing) if view is not None else trouble(run_dir, run_dir.name)
+    reason = (view.reason or missing) if view is not None else journal_damage(run_dir, run_dir.name)
     return MemberView(
         run=str(header.get("run", run_dir.name)),
         recipe=str(header.get("recipe", run_dir.name)),
@@ -328,7 +328,7 @@ def _view_of_journal(run_dir: Path, without_end: str = "running") -> MemberView:
         attempts=1,
         reason=_GONE if state == "ended" else reason,
         code=code,
-        sides=_sides(state, (alive(run_dir) or {}) if state == "running" else {}, metrics),
+        sides=_sides(state, (holder_facts(run_dir) or {}) if state == "running" else {}, metrics),
     )
 
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from sweeps.errors import UserError, naming
+from sweeps.errors import UserError, errors_naming
 from sweeps.executor.base import Executor
 from sweeps.executor.failure import NO_RETRIES
-from sweeps.launch.controller import Audience, Controller, Records
+from sweeps.launch.controller import Controller, ObserverNotifier, Records
 from sweeps.launch.decider import Decider
 from sweeps.launch.decisions import Policy
 from sweeps.launch.labels import check_labels
@@ -20,7 +20,7 @@ from sweeps.launch.rollback import Rollback, missing_folders, remove_folders
 from sweeps.run.checkpoint_names import CHECKPOINTS_DIR, checkpoints
 from sweeps.run.files import make_private
 from sweeps.run.lease import Lease
-from sweeps.run.progress import check_own, has_finished, is_done
+from sweeps.run.progress import check_journal_owner, has_finished, is_done
 from sweeps.run.spec import check_form
 from sweeps.terminal import counted
 
@@ -76,7 +76,7 @@ class Study(Members):
                 opened.
         """
         lease = Lease(self.directory, LEASE_NAME)
-        with naming("output_dir"):
+        with errors_naming("output_dir"):
             new_folders = missing_folders(self.directory)
             make_private(self.directory)
             take_lease(lease, f"study: {self.directory}")
@@ -94,9 +94,9 @@ class Study(Members):
                 self.warn_of_damage()
             check_form(self.directory / RUNS_DIR / run for run in known)
             check_labels(self.directory / RUNS_DIR, self.specs, known)
-            self._check_reach(executor, known)
+            self._check_no_cluster_jobs(executor, known)
             for spec in self.specs:
-                check_own(self.run_dir(spec), spec.run)
+                check_journal_owner(self.run_dir(spec), spec.run)
             self._check_checkpoints(known)
             for observer in observers:
                 observer.open()
@@ -104,15 +104,15 @@ class Study(Members):
             stack.callback(executor.close)
             policy = Policy(retries, again, has_decider=decider is not None)
             records = Records(self, known, lease.check, rollback)
-            controller = Controller(records, executor, Audience(observers, records), policy, decider)
+            controller = Controller(records, executor, ObserverNotifier(observers, records), policy, decider)
             try:
                 yield controller
             except BaseException as error:
-                failed, left = controller.unfinished(error)
+                failed, left = controller.count_failed_and_continuing(error)
                 raise
-            failed, left = controller.unfinished()
+            failed, left = controller.count_failed_and_continuing()
 
-    def _check_reach(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
+    def _check_no_cluster_jobs(self, executor: Executor, known: Mapping[str, MemberState]) -> None:
         """Check that no unfinished member has a cluster job, unless the executor can follow such jobs."""
         if executor.outlives:
             return

@@ -65,9 +65,9 @@ class TimeLeft:
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._overheads: list[float] = []  # by ended member, seconds besides its steps: start, last evaluation
-        self._slots: list[int] = []  # number of running members at each of the last calls
+        self._recent_running_counts: list[int] = []  # number of running members at each of the last calls
         self._last_estimate: tuple[float, float] | None = None  # (time, value) of the last estimate
-        self._work = 0.0  # steps of all members, done and remaining, at the last estimate
+        self._total_steps = 0.0  # steps of all members, done and remaining, at the last estimate
 
     def started(self, run: str, recipe: str, step: int, steps: int, now: float) -> None:
         """Record that a member with a budget of `steps` has started at `step`."""
@@ -107,12 +107,12 @@ class TimeLeft:
             member.last[1] - member.begin[1] for member in self._members.values() if member.last is not None
         )
         work = steps_done + sum(running.values()) + sum(steps for _, steps in waiting)
-        if self._last_estimate is not None and abs(work - self._work) <= SAME_WORK * self._work:
+        if self._last_estimate is not None and abs(work - self._total_steps) <= SAME_WORK * self._total_steps:
             elapsed = now - self._last_estimate[0]
             expected = max(0.0, self._last_estimate[1] - elapsed)
             max_change_s = max(expected, MAX_CHANGE_S) * MAX_CHANGE * elapsed / MAX_CHANGE_S
             estimate = min(max(estimate, expected - max_change_s), expected + max_change_s)
-        self._last_estimate, self._work = (now, estimate), work
+        self._last_estimate, self._total_steps = (now, estimate), work
         return estimate
 
     def _estimate(self, running: Mapping[str, int], waiting: Sequence[tuple[str, float]]) -> float | None:
@@ -137,8 +137,8 @@ class TimeLeft:
             ends.append(pace * steps)
         # Between the end of one member and the start of the next, fewer run for a moment: take the largest recent
         # number.
-        self._slots = [*self._slots, len(running)][-5:]
-        ends += [0.0] * (max(1, *self._slots) - len(ends))
+        self._recent_running_counts = [*self._recent_running_counts, len(running)][-5:]
+        ends += [0.0] * (max(1, *self._recent_running_counts) - len(ends))
         heapq.heapify(ends)
         last = max(ends)
         for recipe, budget in waiting:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from sweeps.launch.planning import plan_apart
+from sweeps.launch.planning import plan_in_subprocess
 from sweeps.launch.settings import LAUNCH_FILE, LaunchSettings
 from sweeps.launch.study import Study
 from sweeps.run.trust import belongs_to_user, refusal
@@ -28,7 +28,7 @@ def check_study(study: Study, plan: LaunchSettings) -> None:
     """
     check_launch(study, plan)
     # Check in a separate process: checking a member imports torch, and perhaps the user's code.
-    plan_apart(_CHECKS_RUNS, [[str(study.run_dir(spec)), spec.run] for spec in study.specs], [])
+    plan_in_subprocess(_CHECKS_RUNS, [[str(study.run_dir(spec)), spec.run] for spec in study.specs], [])
 
 
 def check_launch(study: Study, plan: LaunchSettings) -> None:

@@ -95,7 +95,7 @@ def label(text: str, limit: int = 34) -> str:
     return line if len(line) <= limit else f"{line[:head]}…{line[head + 1 - limit :]}"
 
 
-def multiples(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
+def make_panels(names: Sequence[str], x: str, y: str) -> tuple[Figure, list[Axes]]:
     """Make a figure with one titled panel per name, on shared, labelled axes. Call it within the context of `STYLE`."""
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = -(-len(names) // columns)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from sweeps.curve import DEVICE_HOURS, UNITS
-from sweeps.launch.resume_command import folder_words
+from sweeps.launch.resume_command import folder_arguments
 from sweeps.run.files import read_json, read_yaml
 from sweeps.run.journal import JournalView, finite
 from sweeps.run.spec import SPEC_FILE
@@ -59,7 +59,7 @@ class Facts:
             overrides = _part(_part(read_yaml(study / "multirun.yaml"), "hydra"), "overrides").get("task")
             if isinstance(overrides, list):
                 folders = read_json(run / SPEC_FILE).get("folders") or ()
-                words = ["scalerl", "train", *folder_words(list(map(str, folders))), "--multirun"]
+                words = ["scalerl", "train", *folder_arguments(list(map(str, folders))), "--multirun"]
                 commands.append(shlex.join([*words, *map(str, overrides)]))
         return commands
 

@@ -26,15 +26,15 @@ from sweeps.report.drawing import (
     draw_points,
     limits,
     log_axis,
-    multiples,
+    make_panels,
     ranking_styles,
 )
-from sweeps.report.labels import cut, shortened
+from sweeps.report.labels import cut, shorten_labels
 from sweeps.report.overlay import name_rows
 
 
 def _short_labels(order: Sequence[str], ranking: Ranking) -> list[str]:
-    short = shortened([entry.recipe for entry in ranking.ranking])
+    short = shorten_labels([entry.recipe for entry in ranking.ranking])
     return [short[recipe] for recipe in order]
 
 
@@ -50,7 +50,7 @@ def residuals_figure(fits: Sequence[Fit], ranking: Ranking) -> Figure | None:
     colour = colours(ranking)
     left, right = limits([by_recipe[recipe].curve for recipe in order])
     with rc_context(STYLE):
-        figure, panels = multiples(_short_labels(order, ranking), fits[0].curve.unit, "reward minus the curve")
+        figure, panels = make_panels(_short_labels(order, ranking), fits[0].curve.unit, "reward minus the curve")
         largest = max(
             _draw_residuals(panel=panel, fit=by_recipe[recipe], left=left, right=right, colour=colour[recipe])
             for recipe, panel in zip(order, panels, strict=True)
@@ -143,7 +143,7 @@ def _draw_profile(panel: Axes, fit: Fit, colour: str, dash: object, name: str) -
 
 def _legend_names(ranking: Ranking) -> dict[str, str]:
     """Return names for a legend. A name that begins with `_`, which Matplotlib would omit, gets a zero-width space."""
-    short = shortened([entry.recipe for entry in ranking.ranking])
+    short = shorten_labels([entry.recipe for entry in ranking.ranking])
     cut_names = cut(list(short.values()), 40)
     return {recipe: "\u200b" * cut_names[name].startswith("_") + cut_names[name] for recipe, name in short.items()}
 
@@ -171,7 +171,7 @@ def history_figure(histories: Mapping[str, Sequence[Snapshot]], ranking: Ranking
     heights = [value for s in identifiable for value in (s.A.value, s.A.low, s.A.high) if value is not None]
     margin = 0.12 * (max(heights) - min(heights)) + 1e-3
     with rc_context(STYLE):
-        figure, panels = multiples(_short_labels(order, ranking), unit, "asymptote A, fitted up to this compute")
+        figure, panels = make_panels(_short_labels(order, ranking), unit, "asymptote A, fitted up to this compute")
         panels[0].set_ylim(min(heights) - margin, max(heights) + margin)
         ends = [snapshot.compute_end for snapshot in all_snapshots]
         for recipe, panel in zip(order, panels, strict=True):
@@ -206,7 +206,7 @@ def curves_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking
     left, right = limits(curves)
     colour = colours(ranking)
     with rc_context(STYLE):
-        figure, panels = multiples(_short_labels(order, ranking), curves[0].unit, curves[0].metric)
+        figure, panels = make_panels(_short_labels(order, ranking), curves[0].unit, curves[0].metric)
         for recipe, panel in zip(order, panels, strict=True):
             log_axis(panel, left, right)
             base = by_recipe.get(ranking.baseline or "")

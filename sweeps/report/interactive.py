@@ -21,12 +21,12 @@ import numpy as np
 from sweeps.curve import DEVICE_HOURS, FLOPS, UNITS, VIRTUAL_HOURS, Array, Curve
 from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
-from sweeps.fit.predict import predict, readable
+from sweeps.fit.predict import can_forecast, predict
 from sweeps.report.drawing import ranking_styles
 from sweeps.report.labels import cut
 from sweeps.report.thinning import MAX_HOVERED, even_indices
 from sweeps.run.journal import JournalView, Record
-from sweeps.run.rollouts import Shown, stored_steps
+from sweeps.run.rollouts import ExamplePrompt, stored_steps
 
 # Axes that the menu offers besides the axis of the curves, in its order.
 _AXES = {
@@ -76,7 +76,7 @@ def study_data(
     ranking: Ranking,
     runs: Sequence[JournalView],
     short: Mapping[str, str],
-    shown: Sequence[Shown],
+    shown: Sequence[ExamplePrompt],
     rate: float | None = None,
 ) -> dict[str, Any]:
     """Return the data of the interactive figure as plain JSON: recipes with curves and asymptotes, points, runs.
@@ -198,7 +198,7 @@ def _asymptote(fit: Fit, curve: Curve) -> dict[str, Any]:
 
 def _fitted_curve(fit: Fit, curve: Curve, other_axes: Mapping[str, Array]) -> dict[str, list[float | None]] | None:
     """Return the fitted curve with its 95% band within the evaluated compute, on every axis; None without a curve."""
-    if not readable(fit) or fit.window is None or not fit.window[0] < fit.window[1]:
+    if not can_forecast(fit) or fit.window is None or not fit.window[0] < fit.window[1]:
         return None
     positive = curve.compute[curve.compute > 0]
     x = np.geomspace(max(fit.window[0], float(positive.min())), fit.window[1], _CURVE_POINTS)

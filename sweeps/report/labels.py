@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 
-def shortened(labels: Sequence[str]) -> dict[str, str]:
+def shorten_labels(labels: Sequence[str]) -> dict[str, str]:
     """Return a short label for each recipe, without the `+`-separated parts that all recipes share.
 
     `scalerl+loss=dapo` becomes `loss=dapo` if the other recipe is `scalerl`. A label with nothing but shared parts

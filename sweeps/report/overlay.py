@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from sweeps.curve import Curve
 from sweeps.decide.rank import Ranking
 from sweeps.fit.fit import Fit
-from sweeps.fit.predict import predict, readable
+from sweeps.fit.predict import can_forecast, predict
 from sweeps.report.drawing import DASHES, INK, REFUSED, RULE, STYLE, Style, label, limits, ranking_styles
-from sweeps.report.labels import cut, shortened
+from sweeps.report.labels import cut, shorten_labels
 
 
 def overlay_figure(curves: Sequence[Curve], fits: Sequence[Fit], ranking: Ranking) -> Figure:
@@ -49,7 +49,7 @@ def _draw_curves(
         colour, dash = styles[recipe]
         curve, fit = points[recipe], fits[recipe]
         panel.plot(curve.compute, curve.reward, "o", color=colour, markersize=2.2, alpha=0.35, markeredgewidth=0)
-        if readable(fit) and fit.window is not None:
+        if can_forecast(fit) and fit.window is not None:
             x = np.linspace(fit.window[0], fit.window[1], 120)
             panel.plot(x, predict(fit, x).value, color=colour, linewidth=1.8, linestyle=DASHES[dash])
     panel.set_xlabel(label(points[order[0]].unit, 50), parse_math=False)
@@ -88,7 +88,7 @@ def _draw_ranking(
             text, (1.0, row), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize=8.5, color=INK,
         )  # fmt: skip
-    short = shortened(order)
+    short = shorten_labels(order)
     name_rows(panel, [short[recipe] for recipe in order], 44)
     panel.set_xlabel(f"asymptote A (shaded: within {ranking.margin:g} of the best; hollow: reward so far)")
 

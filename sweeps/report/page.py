@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from sweeps.curve import Curve
 from sweeps.decide.aggregate import Aggregate
 from sweeps.decide.at_k import AtK
-from sweeps.decide.next_run import Settlement, Step
+from sweeps.decide.next_run import NextSteps, Step
 from sweeps.decide.rank import Ranking
 from sweeps.decide.signal import Signal
 from sweeps.decide.wording import headline
@@ -30,11 +30,11 @@ from sweeps.fit.sensitivity import MAIN, Row, signed, summary
 from sweeps.report.drawing import Panels, colours, inline_svg
 from sweeps.report.facts import Facts
 from sweeps.report.interactive import library, study_data
-from sweeps.report.labels import cut, shortened
+from sweeps.report.labels import cut, shorten_labels
 from sweeps.report.plan_text import gain
 from sweeps.run.health import code_changes, idle_variants, mechanism_counters, truncation_alarms
 from sweeps.run.journal import JournalView
-from sweeps.run.rollouts import Shown
+from sweeps.run.rollouts import ExamplePrompt
 from sweeps.search.race_log import RaceRecord
 from sweeps.source.held_out import PromptShares
 from sweeps.terminal import counted
@@ -66,12 +66,12 @@ class Findings:
     """
 
     sensitivity: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-    settlements: Sequence[Settlement] = ()
+    settlements: Sequence[NextSteps] = ()
     comparisons: Sequence[Comparison] = ()
     histories: Mapping[str, Sequence[Snapshot]] = field(default_factory=dict)
     mapping: Sequence[str] = ()
     commands: Mapping[Step, str] = field(default_factory=dict)
-    rollouts: Sequence[Shown] = ()
+    rollouts: Sequence[ExamplePrompt] = ()
     races: Sequence[RaceRecord] = ()
     at_k: AtK | None = None
     prompts: Sequence[PromptShares] = ()
@@ -114,7 +114,7 @@ def render(
     """
     all_findings = findings or Findings()
     facts = Facts(runs)
-    short = shortened([entry.recipe for entry in ranking.ranking])
+    short = shorten_labels([entry.recipe for entry in ranking.ranking])
     script = library()
     study = (
         None if script is None else study_data(curves, fits, ranking, runs, short, all_findings.rollouts, facts.rate)

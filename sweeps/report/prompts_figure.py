@@ -8,8 +8,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from sweeps.decide.rank import Ranking
-from sweeps.report.drawing import INK, STYLE, colours, log_axis, multiples
-from sweeps.report.labels import shortened
+from sweeps.report.drawing import INK, STYLE, colours, log_axis, make_panels
+from sweeps.report.labels import shorten_labels
 from sweeps.source.held_out import PromptShares
 
 
@@ -25,9 +25,9 @@ def prompts_figure(shares: Sequence[PromptShares], ranking: Ranking, unit: str) 
     colour = colours(ranking)
     positive = [compute for recipe in order for compute in by_recipe[recipe].compute if compute > 0]
     left, right = min(positive) / 1.5, max(positive)
-    short = shortened([entry.recipe for entry in ranking.ranking])
+    short = shorten_labels([entry.recipe for entry in ranking.ranking])
     with rc_context(STYLE):
-        figure, panels = multiples([short[recipe] for recipe in order], unit, "share of prompts")
+        figure, panels = make_panels([short[recipe] for recipe in order], unit, "share of prompts")
         for recipe, panel in zip(order, panels, strict=True):
             row = by_recipe[recipe]
             x = [max(compute, left) for compute in row.compute]

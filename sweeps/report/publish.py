@@ -17,7 +17,7 @@ from sweeps.fit.fit import Fit, fit_curves
 from sweeps.fit.predict import predict
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.settings import LaunchSettings
-from sweeps.report.labels import shortened
+from sweeps.report.labels import shorten_labels
 from sweeps.run.journal import find_runs, read_journal
 from sweeps.run.spec import SPEC_FILE
 from sweeps.search.race_log import RACE_FILE
@@ -41,7 +41,7 @@ ARTIFACTS = (
 
 
 def publish(
-    sources: Sequence[str], uri: str, ranked: Callable[[Sequence[Fit], Ranking], None] = lambda fits, ranking: None
+    sources: Sequence[str], uri: str, on_ranked: Callable[[Sequence[Fit], Ranking], None] = lambda fits, ranking: None
 ) -> None:
     """Publish one study to MLflow, and print the command that opens its interface and the links to its views.
 
@@ -65,7 +65,7 @@ def publish(
     sweep = tracker.open_sweep(directory, members, name=directory.resolve().name, reopen=False)
     states = Ledger(directory).fold()
     for member in sweep.members.values():
-        with tracker.reaching("sending the members"):
+        with tracker.store_errors("sending the members"):
             ship(member.member.run_dir, tracker.client, member.mlflow_run_id, axis=tracker.axis)
         state = states.get(member.member.run)
         if state is not None and state.state == "stopped":
@@ -73,12 +73,12 @@ def publish(
             tracker.set_tags(member.mlflow_run_id, {STOPPED_TAG: state.reason or ""})
         elif status := STATUS.get(read_journal(member.member.run_dir).status):
             tracker.set_status(member.mlflow_run_id, status)
-            with tracker.reaching("removing a tag"):
+            with tracker.store_errors("removing a tag"):
                 tracker.remove_tag(member.mlflow_run_id, STOPPED_TAG)
     ranking = rank(fits, margin=LaunchSettings.margin_of(directory))
     at_k = study_at_k(loaded, ranking, fit_curves)
     links = publish_into(tracker=tracker, sweep=sweep, loaded=loaded, fits=fits, ranking=ranking, at_k=at_k)
-    ranked(fits, ranking)
+    on_ranked(fits, ranking)
     print(links)
 
 
@@ -92,7 +92,7 @@ def publish_into(
 ) -> str:
     """Publish fits of a study that is already tracked. Return the command and the links that open the views."""
     entries = {entry.recipe: entry for entry in ranking.ranking}
-    labels = shortened([fit.recipe for fit in fits])
+    labels = shorten_labels([fit.recipe for fit in fits])
     places = {} if at_k is None else {row.recipe: row.at_k.place for row in at_k.rows}
     summaries = [
         replace(summary(fit, entries.get(fit.recipe), labels[fit.recipe]), place_at_k=places.get(fit.recipe))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sweeps.launch.observer import STYLES
-from sweeps.report.labels import shortened
+from sweeps.report.labels import shorten_labels
 from sweeps.terminal import Cell, Column, counted, duration, fitted, one_line, sparkline
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def mean_curve(curve: Curve) -> tuple[float, ...]:
 def _ranking_rows(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> list[list[Cell]]:
     """Return the rows of the ranking. Recipes without a rank follow, by P(best)."""
     rewards = {} if ranking.rewards is None else {row.recipe: row.R.value for row in ranking.rewards.rows}
-    names, scale = shortened(list(curves)), _scale(curves.values())
+    names, scale = shorten_labels(list(curves)), _scale(curves.values())
     last_rank = len(ranking.ranking) + 1
     rows: list[list[Cell]] = []
     for entry in sorted(ranking.ranking, key=lambda entry: (entry.rank or last_rank, -(entry.p_best or 0.0))):
@@ -164,7 +164,7 @@ def _ranking_rows(ranking: Ranking, curves: Mapping[str, tuple[float, ...]]) -> 
 
 def _member_rows(shown: Sequence[Member], members: Sequence[Member]) -> list[list[Cell]]:
     """Return the rows of the shown members. Their names and scale depend on all members."""
-    names = shortened(list(dict.fromkeys(member.recipe for member in members)))
+    names = shorten_labels(list(dict.fromkeys(member.recipe for member in members)))
     scale = _scale(member.rewards for member in members)
     rows: list[list[Cell]] = []
     for member in shown:

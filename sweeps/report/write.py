@@ -12,7 +12,7 @@ import numpy as np
 
 from sweeps.curve import Curve
 from sweeps.decide.at_k import AtK
-from sweeps.decide.next_run import Choice, choice_of, comparable, settle
+from sweeps.decide.next_run import Choice, find_next_steps, group_alternatives, make_choice
 from sweeps.decide.rank import Ranking
 from sweeps.errors import UserError
 from sweeps.fit.compare import Comparison, compare
@@ -21,9 +21,9 @@ from sweeps.fit.fit import Fit, Interval
 from sweeps.fit.history import GROWTH, Snapshot, history
 from sweeps.fit.sensitivity import sensitivity
 from sweeps.launch.resume_command import command
-from sweeps.parallel import mapped
+from sweeps.parallel import parallel_map
 from sweeps.run.journal import JournalView
-from sweeps.run.rollouts import a_few
+from sweeps.run.rollouts import pick_examples
 from sweeps.search.race_log import RaceRecord
 from sweeps.source.held_out import prompt_shares
 
@@ -97,20 +97,22 @@ def write_report(
     from sweeps.report.thinning import points_as_dots
 
     page = Path(path)
-    settlements = [settle(_choice(group, fits, ranking)) for group in comparable(fits) if len(group) > 1]
+    settlements = [
+        find_next_steps(_choice(group, fits, ranking)) for group in group_alternatives(fits) if len(group) > 1
+    ]
     steps = [step for settlement in settlements for step in settlement.steps]
     commands = [(step, command(step, runs, curves[0].axis)) for step in steps]
     with_asymptote = [fit for fit in fits if fit.verdict in NAMED]
     findings = Findings(
         sensitivity=dict(
-            zip((fit.recipe for fit in with_asymptote), mapped(sensitivity, with_asymptote, workers), strict=True)
+            zip((fit.recipe for fit in with_asymptote), parallel_map(sensitivity, with_asymptote, workers), strict=True)
         ),
         settlements=settlements,
         comparisons=comparisons or ranking.comparisons,
         histories=histories or {},
         mapping=mapping,
         commands={step: line for step, line in commands if line is not None},
-        rollouts=a_few((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
+        rollouts=pick_examples((str(view.header.get("recipe", "")), view.path.parent) for view in runs),
         races=_races(runs),
         at_k=at_k,
         prompts=prompt_shares(runs, curves[0].axis, curves[0].metric),
@@ -169,7 +171,7 @@ def _choice(group: Sequence[Fit], fits: Sequence[Fit], ranking: Ranking) -> Choi
     """Return the choice between a group of recipes. For a group of all recipes, the ranking's standing is reused."""
     if ranking.standing is not None and list(group) == list(fits):
         return Choice(group, ranking.standing)
-    return choice_of(group, ranking.margin)
+    return make_choice(group, ranking.margin)
 
 
 def _races(runs: Sequence[JournalView]) -> list[RaceRecord]:
@@ -184,7 +186,7 @@ def all_comparisons(fits: Sequence[Fit], ranking: Ranking, workers: int = 1) -> 
     known = {comparison.recipe: comparison for comparison in ranking.comparisons}
     with_asymptote = [fit for fit in fits if fit.A.value is not None]
     others = [fit for fit in with_asymptote if fit.recipe not in known]
-    known |= dict(zip((fit.recipe for fit in others), mapped(_compare_families, others, workers), strict=True))
+    known |= dict(zip((fit.recipe for fit in others), parallel_map(_compare_families, others, workers), strict=True))
     return [known[fit.recipe] for fit in with_asymptote]
 
 

@@ -33,7 +33,7 @@ _DEBUGGERS = frozenset({"pdb", "bdb"})
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangTimeout:
     """Hang timeout of a run: how long it may record no activity.
 
     Attributes:
@@ -45,7 +45,7 @@ class Patience:
     at_least_s: float = 1800.0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Patience:
+    def of(cls, config: Mapping[str, Any]) -> HangTimeout:
         """Read the timeout from `launch.hang_factor` and `launch.hang_min_s` of a configuration, if they are set.
 
         Raises:
@@ -106,7 +106,7 @@ class Activity:
         reports = {name: report() for name, report in list(self.reports.items())}
         return {"doing": self._doing, "idle_s": round(self.idle_s, 1), **reports}
 
-    def hung(self, patience: Patience) -> str | None:
+    def hang_message(self, patience: HangTimeout) -> str | None:
         """Return a message if the run has exceeded its hang timeout; else None."""
         limit_s = patience.limit_s(self.longest_s)
         if limit_s is None or self.idle_s <= limit_s:
@@ -117,7 +117,7 @@ class Activity:
         )
 
     @contextmanager
-    def watched(self, patience: Patience, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def watched(self, patience: HangTimeout, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Watch the run in a `with` block. If it hangs, call `leave` and end this process with `HUNG_CODE`."""
         if patience.factor is None:
             yield
@@ -134,7 +134,7 @@ class Activity:
                 if late_s > every_s:  # the process was suspended (by a cluster, or Ctrl-Z), which is not idle time
                     self._last += late_s
                 self._awake_until = now + 3 * every_s
-                reason = self.hung(patience)
+                reason = self.hang_message(patience)
                 if reason is not None and not _debugged():
                     self._end(reason, leave)
                 limit_s = patience.limit_s(self.longest_s)

@@ -243,7 +243,7 @@ def lines_from_end(handle: BinaryIO, most_bytes: int | None = None, block_bytes:
         yield rest
 
 
-def end_of(path: Path, most_bytes: int, begin: int = 0) -> str:
+def read_end(path: Path, most_bytes: int, begin: int = 0) -> str:
     """Return at most the last `most_bytes` of a text file, from position `begin` on; "" if it cannot be read."""
     try:
         with path.open("rb") as handle:

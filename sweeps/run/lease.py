@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sweeps.errors import UserError, of_the_system
+from sweeps.errors import UserError, describe_os_error
 from sweeps.run.files import parse_json
 from sweeps.run.job import node_name
 
@@ -87,7 +87,7 @@ class _Flock:
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         except IsADirectoryError as error:
-            raise UserError(f"{of_the_system(error)}") from error
+            raise UserError(f"{describe_os_error(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             current = os.fstat(descriptor).st_ino == self._path.stat().st_ino
@@ -442,17 +442,17 @@ class Lease:
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
-def _in_child() -> None:
+def _close_inherited_leases() -> None:
     """Close inherited leases in a forked child process, which must not keep the locks if it outlives its parent."""
     for lease in list(_leases):
         lease.close()
         lease._flock.close()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_close_inherited_leases)
 
 
-def alive(directory: Path, name: str = "writer") -> dict[str, Any] | None:
+def holder_facts(directory: Path, name: str = "writer") -> dict[str, Any] | None:
     """Return the facts in a lease's file, even if the holder is dead; None if there is no lease or it was released."""
     for _ in range(3):
         try:
@@ -476,7 +476,7 @@ def heartbeat_time(directory: Path, name: str = "writer") -> float:
 
 def is_held(directory: Path, name: str) -> bool | None:
     """Return whether a live process holds a lease; None if only heartbeats can show it (see `held_leases`)."""
-    facts = alive(directory, name)
+    facts = holder_facts(directory, name)
     if facts is None:
         return False
     if not _same_machine(facts):
@@ -499,14 +499,14 @@ def held_leases(
         sleep: called with seconds to wait.
     """
     states = {directory: is_held(directory, name) for directory in directories}
-    facts_before = {directory: alive(directory, name) for directory, taken in states.items() if taken is None}
+    facts_before = {directory: holder_facts(directory, name) for directory, taken in states.items() if taken is None}
     held_directories = {directory for directory, taken in states.items() if taken}
     for _ in range(_CHECKS):
         if not facts_before.keys() - held_directories:
             break
         sleep(watch_s / _CHECKS)
         held_directories |= {
-            directory for directory, facts in facts_before.items() if alive(directory, name) not in (None, facts)
+            directory for directory, facts in facts_before.items() if holder_facts(directory, name) not in (None, facts)
         }
     return held_directories
 

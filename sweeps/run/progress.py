@@ -9,7 +9,7 @@ from typing import Any
 
 from sweeps.errors import UserError
 from sweeps.run import fields
-from sweeps.run.files import end_of, has_wrong_checksum, lines_from_end, parse_line
+from sweeps.run.files import has_wrong_checksum, lines_from_end, parse_line, read_end
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, JournalError, JournalView, finite, read_journal
 from sweeps.run.provenance import code_changes, code_facts, files_named
 
@@ -75,7 +75,7 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
     return False
 
 
-def trouble(run_dir: Path, run: str) -> str | None:
+def journal_damage(run_dir: Path, run: str) -> str | None:
     """Describe damage of a member's journal, or that it belongs to another run; None if it is intact or missing."""
     try:
         read_journal(run_dir)
@@ -97,7 +97,7 @@ def looks_whole(run_dir: Path) -> bool:
     return not any(map(has_wrong_checksum, raw.split(b"\n")))
 
 
-def check_own(run_dir: Path, run: str) -> None:
+def check_journal_owner(run_dir: Path, run: str) -> None:
     """Check that the journal in a member's directory is the member's own. Passes if there is no journal.
 
     Raises:
@@ -134,7 +134,7 @@ def how_it_failed(run_dir: Path) -> str | None:
     return str(end["reason"]) if end.get("status") == "failed" and end.get("reason") else None
 
 
-def why_final(run_dir: Path) -> str | None:
+def final_reason(run_dir: Path) -> str | None:
     """Return why a run finished before its budget for good; None if it did not, or can be continued."""
     end = _end_of(run_dir)
     return str(end.get("reason")) if end.get("status") == "finished" and end.get("final") is True else None
@@ -201,7 +201,7 @@ def why_failed(run_dir: Path, fallback: str, sizes_before: tuple[int, int] = (0,
     has_written = file_sizes(run_dir)[0] != sizes_before[0]
     if has_written and (reason := how_it_failed(run_dir)):
         return reason
-    log = end_of(run_dir / LOG_FILE, _TAIL_BYTES, sizes_before[1])
+    log = read_end(run_dir / LOG_FILE, _TAIL_BYTES, sizes_before[1])
     lines = [line for line in log.splitlines() if line.strip()]
     # If the process was killed, the log's last line shows what it was doing, not why it ended.
     if lines and not fallback.startswith("killed"):

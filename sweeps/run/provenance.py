@@ -41,7 +41,7 @@ _STUDY_FILE, _STUDY_FOLDERS = "ledger.jsonl", ("runs", "jobs")
 _NAMED_FILE = re.compile(r"(.+\.py)(?::[\w.]+)?")
 
 
-def own_files(root: Path | None = None) -> str:
+def package_digest(root: Path | None = None) -> str:
     """Return the digest of our packages' Python files on disk."""
     root = root or ROOT
     return _digest(root, [root / package for package in OUR_PACKAGES])
@@ -59,7 +59,7 @@ def code_facts(
         root: folder that contains our packages; None for that of the running code.
     """
     root = root or ROOT
-    files = own_files(root)
+    files = package_digest(root)
     here = checkout(root, OUR_PACKAGES) if imported in (None, files) else None
     return {
         "commit": None if here is None else here.commit,

@@ -81,7 +81,7 @@ def find_break(run_dir: Path) -> Break | None:
     return Break(path, parser.lines + 1, max(step, -1), why, _finite_metrics(newest.get("metrics", {})))
 
 
-def mend(damage: Break) -> Path:
+def cut_broken_journal(damage: Break) -> Path:
     """Copy the damaged journal, cut the journal before the break, and return the path of the copy.
 
     The caller must first remove checkpoints after `damage.step`. Otherwise, if the process were killed at this point,
@@ -92,7 +92,7 @@ def mend(damage: Break) -> Path:
     """
     raw = damage.path.read_bytes()
     # Copy first: if the process is killed before the cut, the journal is unchanged, and the copy is used again.
-    copy = _keep(damage.path, raw)
+    copy = _copy_damaged(damage.path, raw)
     entry = {
         "kind": "mended",
         "time": time.time(),
@@ -112,7 +112,7 @@ def mend(damage: Break) -> Path:
     return copy
 
 
-def _keep(path: Path, raw: bytes) -> Path:
+def _copy_damaged(path: Path, raw: bytes) -> Path:
     """Write a copy under a new name. An identical copy, which a killed process may have left, is used again."""
     number = 1
     while True:

@@ -81,7 +81,7 @@ def stored_steps(run_dir: Path) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ExamplePrompt:
     """One prompt with its best and worst completion, shortened for a report.
 
     Attributes:
@@ -99,7 +99,7 @@ class Shown:
     written: Sequence[tuple[str, str]]
 
 
-def a_few(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: int = 700) -> list[Shown]:
+def pick_examples(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: int = 700) -> list[ExamplePrompt]:
     """Pick one group per recipe to show in a report.
 
     It comes from the recipe's first run with stored rollouts: the last group whose rewards differ, else the last group.
@@ -109,7 +109,7 @@ def a_few(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: in
         max_recipes: largest number of recipes.
         characters: length to which texts are shortened; their beginning and end are kept.
     """
-    by_recipe: dict[str, Shown] = {}
+    by_recipe: dict[str, ExamplePrompt] = {}
     for recipe, run_dir in runs:
         if recipe in by_recipe or len(by_recipe) == max_recipes or not (run_dir / ROLLOUTS_FILE).is_file():
             continue
@@ -122,7 +122,7 @@ def a_few(runs: Iterable[tuple[str, Path]], max_recipes: int = 4, characters: in
             group["rollouts"], key=lambda rollout: (rollout["reward"] is None, -(rollout["reward"] or 0.0))
         )
         ends = ordered if len(ordered) == 1 else [ordered[0], ordered[-1]]
-        by_recipe[recipe] = Shown(
+        by_recipe[recipe] = ExamplePrompt(
             recipe=recipe,
             run=run_dir.name,
             step=int(group["step"]),

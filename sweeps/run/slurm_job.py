@@ -124,7 +124,7 @@ def gpus_of_node() -> int:
     return int(listed.rpartition(":")[2])
 
 
-def put_step_for_job(tasks: int, nodes: int) -> None:
+def set_step_sizes_in_environment(tasks: int, nodes: int) -> None:
     """Set the environment's numbers of tasks and nodes to those of the step, for a library that reads the job's."""
     os.environ["SLURM_NTASKS"] = str(tasks)
     os.environ["SLURM_NNODES"] = str(nodes)

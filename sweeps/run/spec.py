@@ -195,8 +195,8 @@ class RunSpec:
             overrides = tuple(values.get("overrides", ()))
             if known is not None:
                 for key in ("config", "reference"):
-                    values[key] = {sys.intern(name): _once(part, known) for name, part in values[key].items()}
-                overrides = _once(overrides, known)
+                    values[key] = {sys.intern(name): _shared_part(part, known) for name, part in values[key].items()}
+                overrides = _shared_part(overrides, known)
             spec = cls(**{**values, "folders": tuple(values["folders"]), "overrides": overrides})
             _check_types(values)
             return spec
@@ -241,7 +241,7 @@ class Texts:
         return self._known[id(part)][1]
 
 
-def _once(part: Any, known: dict[str, Any]) -> Any:
+def _shared_part(part: Any, known: dict[str, Any]) -> Any:
     """Return the object in the cache `known` that has the same repr as `part`, so that specs share memory."""
     return known.setdefault(repr(part), part)
 

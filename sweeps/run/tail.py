@@ -32,10 +32,10 @@ class JournalTail:
         self.path = run_dir / JOURNAL_FILE
         self._begin({})
 
-    def _begin(self, forgotten: Mapping[str, int]) -> None:
+    def _begin(self, dropped_up_to: Mapping[str, int]) -> None:
         """Start at the beginning of the file. Records up to the steps in `forgotten`, by kind, are not stored."""
         self._parser = JournalParser(self.path)
-        self._parser.forget(forgotten)
+        self._parser.forget(dropped_up_to)
         self._file: tuple[int, int] | None = None  # device and inode
         self._offset = 0  # first byte after the last line parsed
         self._mark = 0, b""  # length and digest of the bytes before the offset
@@ -119,8 +119,8 @@ class Tails:
         forgotten: by kind of record, the last step whose records are not stored; None to store all records.
     """
 
-    def __init__(self, forgotten: Mapping[str, int] | None = None) -> None:
-        self._forgotten = dict(forgotten or {})
+    def __init__(self, dropped_up_to: Mapping[str, int] | None = None) -> None:
+        self._forgotten = dict(dropped_up_to or {})
         self._tails: dict[Path, JournalTail] = {}
 
     def __call__(self, run_dir: Path) -> JournalView:

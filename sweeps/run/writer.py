@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sweeps.errors import UserError
-from sweeps.run.activity import Patience, activity
+from sweeps.run.activity import HangTimeout, activity
 from sweeps.run.interruption import RunInterruptedError, interruption, requested_stop
 from sweeps.run.job import current
-from sweeps.run.lease import Lease, LeaseHeldError, alive
+from sweeps.run.lease import Lease, LeaseHeldError, holder_facts
 from sweeps.run.progress import is_done
 from sweeps.run.spec import RunSpec
 
@@ -32,7 +32,7 @@ class DuplicateRunError(UserError):
 
 
 @contextmanager
-def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease | None]:
+def hold_run_lease(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease | None]:
     """Acquire the run's lease on rank 0, and yield it. Other ranks wait until rank 0 has it, and yield None.
 
     A cluster job waits up to `DUPLICATE_WAIT_S` for the lease: the scheduler may have lost track of an earlier job that
@@ -54,7 +54,7 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
     job = job_facts.get("job")
     if rank > 0:
         # Rank 0 may find the run done and exit before other ranks see its lease.
-        while job and not _is_held_by(alive(run_dir), job_facts) and not is_done(run_dir, spec.steps, spec.run):
+        while job and not _is_held_by(holder_facts(run_dir), job_facts) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
             if reason := requested_stop(run_dir):  # rank 0 has then exited without the lease
                 raise RunInterruptedError(reason)
@@ -71,7 +71,7 @@ def sole_writer(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Lease |
         if job:
             raise DuplicateRunError(f"{message}; this job gives its allocation back") from error
         raise UserError(message) from error
-    with lease, interruption.watching_stop_file(run_dir), activity.watched(Patience.of(spec.config), lease.release):
+    with lease, interruption.watching_stop_file(run_dir), activity.watched(HangTimeout.of(spec.config), lease.release):
         yield lease
 
 

@@ -23,7 +23,7 @@ from sweeps.search.race_log import RACE_FILE
 from sweeps.source.namesakes import NAME_RUNS
 
 
-class Looks:
+class RaceWithoutController:
     """Take a race's looks for one run, and append them to `race.jsonl` in its directory.
 
     Args:

@@ -20,7 +20,7 @@ from sweeps.decide.race import make_look
 from sweeps.decide.standing import draw_rewards
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
-from sweeps.fit.predict import is_supported
+from sweeps.fit.predict import can_forecast_at
 from sweeps.launch.decider import Wish
 from sweeps.launch.ledger import RUNS_DIR, MemberState
 from sweeps.launch.planning import PlannerLostError
@@ -70,11 +70,11 @@ class Search:
         self._study, self._settings, self._base, self._planner = study, settings, list(base), planner
         self.trials = Trials(study.directory, list(space), settings, self._base, planner, sampler, open_axes)
         self._journals = Journals(study.directory / RUNS_DIR)
-        self._looked: dict[str, float] = {}
+        self._judged_at: dict[str, float] = {}
         self._pruned: dict[str, str] | None = None
         self._messages: list[str] = []
         self._refused = 0
-        self._trouble = ""
+        self._last_error = ""
         self._checked_unknown_members = False
 
     # --- members to run ------------------------------------------------------------------------------------------
@@ -82,13 +82,13 @@ class Search:
     def members(self, states: Mapping[str, MemberState]) -> list[RunSpec]:
         """Report results of ended members to Optuna, and return members for new trials. See `Decider.members`."""
         while True:
-            self._tell(states)
-            had_trials, members = self._ask(states)
+            self._report_results(states)
+            had_trials, members = self._propose_trials(states)
             # A trial that was refused, or whose run is already a member, frees its slot for another trial.
             if members or not had_trials:
                 return members
 
-    def _ask(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
+    def _propose_trials(self, states: Mapping[str, MemberState]) -> tuple[bool, list[RunSpec]]:
         """Ask Optuna for a trial per free slot. Return whether there were trials to plan, and their new members."""
         open_trials = self.trials.unfinished()
         lost = [each for each in open_trials if each.user_attrs.get("run") not in states]
@@ -102,7 +102,7 @@ class Search:
         trials = [Trial(self.trials.study, each._trial_id) for each in lost]
         with sampling():
             trials += [self.trials.study.ask() for _ in range(new)]
-            suggested = [(trial, self.trials.suggested(trial)) for trial in trials]
+            suggested = [(trial, self.trials.suggested_overrides(trial)) for trial in trials]
         if not trials:
             return False, []
         found = self._specs(suggested)
@@ -159,7 +159,7 @@ class Search:
                 )
         return [found.get(spec.run) or spec for spec in specs]
 
-    def _tell(self, states: Mapping[str, MemberState]) -> None:
+    def _report_results(self, states: Mapping[str, MemberState]) -> None:
         for trial in self.trials.unfinished():
             run = str(trial.user_attrs.get("run"))
             state = states[run].state if run in states else None
@@ -197,7 +197,7 @@ class Search:
             return lowest
         reached = float(curves[0].compute.max())
         budget = self._settings.budget or reached
-        if not is_supported(fit, budget) and budget <= reached:
+        if not can_forecast_at(fit, budget) and budget <= reached:
             return _observed_lower_bound(fit, budget)
         (rewards,) = draw_rewards([fit], budget)
         return float(np.quantile(rewards, _LOW))
@@ -235,8 +235,8 @@ class Search:
         try:
             curves = self._journals.curves([run for run in states if states[run].state != "failed"]) if fresh else []
         except UserError as error:  # the curves cannot be compared, so nothing is pruned
-            self._messages += [f"nothing is pruned: {error}"] if str(error) != self._trouble else []
-            self._trouble = str(error)
+            self._messages += [f"nothing is pruned: {error}"] if str(error) != self._last_error else []
+            self._last_error = str(error)
             return
         if not curves:
             return
@@ -245,10 +245,10 @@ class Search:
         if not due or len(curves) < 2:
             return
         fits: list[Fit] = fit_curves(curves)
-        look = make_look(max(self._looked[run] for run in due), fits, draw_rewards(fits, rules.budget), rules)
+        look = make_look(max(self._judged_at[run] for run in due), fits, draw_rewards(fits, rules.budget), rules)
         for run in due:
             if states[run].recipe in look.stopped:
-                why = replace(look, compute=self._looked[run]).why(states[run].recipe, rules)
+                why = replace(look, compute=self._judged_at[run]).why(states[run].recipe, rules)
                 line = {"kind": "pruned", "run": run, "why": why, "look": look.to_json()}
                 append_lines(self._study.directory / RACE_FILE, [line], durable=True, checksum=True)
                 self._stopped()[run] = why
@@ -257,9 +257,9 @@ class Search:
         """Return whether a run has reached a level at which it was not judged yet, and mark it as judged there."""
         reached = self._journals.compute(run, axis)
         passed = [level for level in levels if reached >= level]
-        if not passed or self._looked.get(run, 0.0) >= passed[-1]:
+        if not passed or self._judged_at.get(run, 0.0) >= passed[-1]:
             return False
-        self._looked[run] = passed[-1]
+        self._judged_at[run] = passed[-1]
         return True
 
 

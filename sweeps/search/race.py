@@ -67,7 +67,7 @@ class LiveRace:
         self._members = [run for run in newest if run in here] if study.was_read and newest is not None else here
         self._record = RaceRecord.read(study.directory, self._members)
         self._recorded_members = newest == tuple(self._members)
-        self._lost = [] if self._record.trouble is None else [f"race: {self._record.trouble}"]
+        self._pending_warnings = [] if self._record.trouble is None else [f"race: {self._record.trouble}"]
         self._check_rules()
         self._live = settings.mode == "live"
         self._journals = Journals(study.directory / RUNS_DIR)
@@ -116,9 +116,9 @@ class LiveRace:
         if not has_new and inputs == self._last_inputs:
             return replace(self._wish, messages=())
         self._last_inputs = inputs
-        messages, self._lost = [*self._lost, *self._look(states, ended)], []
+        messages, self._pending_warnings = [*self._pending_warnings, *self._look(states, ended)], []
         to_run, to_pause, to_end = self._sort_members(states, ended, {*at_work, *due})
-        messages += self._end(states, to_end, at_work)
+        messages += self._result_lines(states, to_end, at_work)
         others = {
             spec.run: all_states[spec.run]
             for spec in self._study.specs
@@ -137,7 +137,7 @@ class LiveRace:
         self,
         states: Mapping[str, MemberState],
         ended: Collection[str],
-        placed: Collection[str],
+        running_or_due: Collection[str],
     ) -> tuple[list[str], dict[str, str], dict[str, str]]:
         """Return the members to run, the most urgent first, and the members to pause and to stop with their reasons.
 
@@ -163,7 +163,7 @@ class LiveRace:
         if not self._no_more_looks and len({states[run].recipe for run in racing}) > 1:
             limit = self._common_limit(racing)
             behind = [run for run in racing if self._is_behind(run, limit)]
-            idle = [run for run in behind if run not in placed]
+            idle = [run for run in behind if run not in running_or_due]
             if idle:
                 others = counted(len(idle), "other member")
                 why = (
@@ -236,7 +236,7 @@ class LiveRace:
         if self._record.axis is None:
             self._record = replace(self._record, axis=axis, metric=curves[0].metric)
         self._reached = {run: self._journals.compute(run, axis) for run in states}
-        messages = [] if self._record.rules is not None else self._begin(states, ended, curves)
+        messages = [] if self._record.rules is not None else self._record_rules(states, ended, curves)
         rules = self._record.rules
         if rules is None:
             return messages
@@ -251,7 +251,9 @@ class LiveRace:
         self._no_more_looks = found == ()
         return [f"race: {line}" for line in messages]
 
-    def _begin(self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]) -> list[str]:
+    def _record_rules(
+        self, states: Mapping[str, MemberState], ended: Collection[str], curves: Sequence[Curve]
+    ) -> list[str]:
         """Set and record the race's budget and rules, if the budget is known by now. Return lines to print."""
         budget, source = self._settings.budget, "given"
         if budget is None:
@@ -282,7 +284,9 @@ class LiveRace:
         line = {"time": self._study.ledger.now(), **line}
         append_lines(self._study.directory / RACE_FILE, [line], durable=True, checksum=True)
 
-    def _end(self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]) -> list[str]:
+    def _result_lines(
+        self, states: Mapping[str, MemberState], over: Collection[str], at_work: Collection[str]
+    ) -> list[str]:
         """Return lines on the result (ranking, winner, compute saved) when no member races any more, else none."""
         self._has_run = self._has_run or bool(at_work)
         racing = [run for run in self._members if run in states and run not in over and states[run].state != "finished"]
@@ -294,7 +298,7 @@ class LiveRace:
             curves = self._curves()
         except UserError:  # `_look` has printed the error.
             return []
-        spared = self._spared(states)
+        spared = self._saved_compute(states)
         full = rules.budget * sum(run in states for run in self._members)
         stopped = self._record.stopped if self._live else {}
         messages = describe_result([each for each in curves if each.recipe not in stopped], rules, stopped)
@@ -309,7 +313,7 @@ class LiveRace:
         """Return no members: a race adds none. See `Decider.members`."""
         return []
 
-    def _spared(self, states: Mapping[str, MemberState]) -> float:
+    def _saved_compute(self, states: Mapping[str, MemberState]) -> float:
         """Return the compute saved on members of stopped recipes; in a dry run, what a live race would have saved."""
         record, spared = self._record, 0.0
         assert record.rules is not None

@@ -98,7 +98,7 @@ class SearchSettings:
         _check_numbers(self, where, "budget", "p_ahead", "first")
         if self.prune == "race" and self.budget is None:
             raise UserError("hydra.sweeper.prune: race needs hydra.sweeper.budget, the compute of one run")
-        with _named(where):
+        with _rename_options(where):
             self.rules()
 
     @classmethod
@@ -150,7 +150,7 @@ class RaceSettings:
             raise UserError(f"race.looks: {self.looks!r} is no whole number")
         if not 1 < self.ahead < float("inf"):
             raise UserError(f"race.ahead: {self.ahead!r} must be a factor above 1")
-        with _named("race"):
+        with _rename_options("race"):
             # `Rules` checks the values. While the budget is unknown, the others are checked with a budget of 1.
             self.rules(self.budget if self.budget is not None else 1.0)
 
@@ -212,7 +212,7 @@ def _check_keys(settings: Any, where: str, given: Mapping[str, Any]) -> dict[str
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
+def _rename_options(where: str) -> Iterator[None]:
     """In a `with` block, replace the names of command-line options in error messages by the names of these settings."""
     try:
         yield

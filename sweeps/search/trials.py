@@ -91,7 +91,7 @@ class Trials:
             if not isinstance(study.sampler, _SEQUENCE_SAMPLERS):
                 # The sampler's state is not stored: another seed keeps a new process from repeating the draws.
                 study.sampler = self._sampler(self._settings.seed + len(study.trials))
-            study.stop = self._no_more  # type: ignore[method-assign]
+            study.stop = self._record_exhausted  # type: ignore[method-assign]
             self._study = study
         return self._study
 
@@ -114,7 +114,7 @@ class Trials:
         for value in range(min(self._settings.n_trials, _TEST_TRIALS)):
             with sampling():
                 trial = study.ask()
-                self.suggested(trial)
+                self.suggested_overrides(trial)
                 study.tell(trial, float(value))
 
     def _check_same(self, found: optuna.Study) -> None:
@@ -156,7 +156,7 @@ class Trials:
         """True if the sampler has reported that it has no more proposals."""
         return self.study.user_attrs.get("exhausted") == _sampler_id(self.study.sampler)
 
-    def _no_more(self) -> None:
+    def _record_exhausted(self) -> None:
         """Record that the sampler has no more proposals. Replaces `optuna.Study.stop`."""
         self.study.set_user_attr("exhausted", _sampler_id(self.study.sampler))
 
@@ -164,7 +164,7 @@ class Trials:
         """Return the trials that have no result in Optuna's journal yet."""
         return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
-    def suggested(self, trial: Trial) -> list[str]:
+    def suggested_overrides(self, trial: Trial) -> list[str]:
         """Return a trial's proposed values as overrides. Repeated calls return the same values."""
         overrides = []
         for axis in self._space:

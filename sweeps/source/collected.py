@@ -15,7 +15,7 @@ import numpy as np
 from sweeps.curve import UNNAMED, Array, Curve, conflicts, make_curve, with_shared_scale
 from sweeps.errors import UserError
 from sweeps.run.journal import JournalView, finite
-from sweeps.source.run_names import hidden_seed
+from sweeps.source.run_names import seed_in_name
 from sweeps.source.text import File, short
 from sweeps.terminal import counted
 
@@ -452,7 +452,7 @@ class Collected:
         """
         seeds_in_names = {}
         for label, points in self._points.items():
-            match = None if points.own_seeds else hidden_seed(points.name)
+            match = None if points.own_seeds else seed_in_name(points.name)
             if match is not None and match[0]:
                 seeds_in_names[label] = match
         seeds: dict[str, set[str]] = {}

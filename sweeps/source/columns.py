@@ -136,7 +136,7 @@ def strict_numbers(file: File, table: Table, name: str, option: str) -> tuple[Ar
     return values, missing
 
 
-def not_negative(file: File, table: Table, name: str, values: Array) -> None:
+def refuse_negative(file: File, table: Table, name: str, values: Array) -> None:
     """Raise a UserError if a column has negative numbers."""
     below = np.flatnonzero(values < 0)
     if len(below):
@@ -146,7 +146,7 @@ def not_negative(file: File, table: Table, name: str, values: Array) -> None:
         )
 
 
-def no_blank_labels(file: File, table: Table, name: str, labels: Sequence[str], skipped: NDArray[np.bool_]) -> None:
+def refuse_blank_labels(file: File, table: Table, name: str, labels: Sequence[str], skipped: NDArray[np.bool_]) -> None:
     """Refuse blank labels in a column of recipes or seeds, which would become a recipe or a seed without a name.
 
     Args:

@@ -103,21 +103,21 @@ def _line_entries(line: str) -> Iterator[_Entry]:
     for match in _OBJECT.finditer(line):
         if match.start() < position or others > _MOST_OTHERS:  # inside a row, or in a printed configuration
             continue
-        end = _end(line, match.start())
-        if (row := _row(line[match.start() : end])) is not None:
-            yield from _bars(line[position : match.start()])
+        end = _end_of_object(line, match.start())
+        if (row := _parse_metrics(line[match.start() : end])) is not None:
+            yield from _parse_progress_bars(line[position : match.start()])
             yield None, row
             position = end
         others += row is None
-    yield from _bars(line[position:])
+    yield from _parse_progress_bars(line[position:])
 
 
-def _bars(text: str) -> Iterator[_Entry]:
+def _parse_progress_bars(text: str) -> Iterator[_Entry]:
     for match in _BAR.finditer(text):
         yield (int(match[1]), int(match[2])), None
 
 
-def _end(line: str, at: int) -> int:
+def _end_of_object(line: str, at: int) -> int:
     """Return the index after the object that begins at the brace `at`; the end of the line if it is not closed."""
     depth, quote = 0, ""
     for i in range(at, len(line)):
@@ -133,7 +133,7 @@ def _end(line: str, at: int) -> int:
     return len(line)
 
 
-def _row(text: str) -> dict[str, Any] | None:
+def _parse_metrics(text: str) -> dict[str, Any] | None:
     try:
         value = parse_json_text(text)
     except ValueError:

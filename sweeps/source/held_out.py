@@ -115,10 +115,10 @@ def prompt_shares(runs: Sequence[JournalView], axis: str, metric: str) -> list[P
         }
         if run:
             by_recipe.setdefault(str(view.header.get("recipe", "")), []).append(run)
-    return [shares for recipe, run in by_recipe.items() if (shares := _shares(recipe, run)) is not None]
+    return [shares for recipe, run in by_recipe.items() if (shares := _average_shares(recipe, run)) is not None]
 
 
-def _shares(recipe: str, runs: Sequence[Mapping[int, tuple[float, Passes]]]) -> PromptShares | None:
+def _average_shares(recipe: str, runs: Sequence[Mapping[int, tuple[float, Passes]]]) -> PromptShares | None:
     """Average the runs of a recipe at their common steps; None if there are none, or no prompt was graded."""
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     if not steps:

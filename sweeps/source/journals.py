@@ -17,7 +17,7 @@ from sweeps.run.journal import CONFIG_FILE, PASS_RATE, JournalError, JournalView
 from sweeps.source.branches import START, views_from_divergence
 from sweeps.source.collected import ALL, Collected, CurvePoints, LoadedStudy, Request
 from sweeps.source.held_out import with_at_k
-from sweeps.source.namesakes import tell_apart, unlike_scripts
+from sweeps.source.namesakes import relabel_namesakes, unlike_scripts
 from sweeps.source.text import listed, short
 from sweeps.source.vocabulary import ORDER, order_warning
 from sweeps.terminal import counted
@@ -65,7 +65,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
     study.warnings += [f"{v.path.parent}: no evaluation yet" for v in study.runs if not v.of_kind("eval")]
     if not evaluated:
         return
-    tell_apart([(view, _labels(view, into)[1]) for view in evaluated], study)
+    relabel_namesakes([(view, _labels(view, into)[1]) for view in evaluated], study)
     axis = request.x or _default_axis(evaluated)
     names = _sets(evaluated) if request.metric == ALL else {request.metric or _default_metric(evaluated): ""}
     seeds = _run_labels(evaluated)

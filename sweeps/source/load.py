@@ -28,7 +28,7 @@ from sweeps.source.collected import Collected, LoadedStudy, Request
 from sweeps.source.console import TABLE_ENDINGS
 from sweeps.source.places import Kind, Place
 from sweeps.source.readers import READERS
-from sweeps.source.run_names import hidden_seed
+from sweeps.source.run_names import seed_in_name
 from sweeps.source.table import NoTableError
 from sweeps.source.text import File, encodable
 from sweeps.terminal import counted
@@ -146,7 +146,7 @@ def _distinct_names(paths: Sequence[Path], request: Request) -> dict[Path, str]:
     for path in paths:
         file = File(path)
         if not file.is_named_by_folder:
-            hidden = hidden_seed(file.run_name)
+            hidden = seed_in_name(file.run_name)
             rest = hidden[0] if hidden is not None else file.run_name
             key = rest if request.seed_from is None else request.split_seed(file.run_name)[0]
             # Use the path as given, because links may lead to files with meaningless names.

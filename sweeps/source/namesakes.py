@@ -46,7 +46,7 @@ class _Namesakes:
     values: dict[str, Mapping[str, Any]]
 
 
-def tell_apart(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: LoadedStudy) -> None:
+def relabel_namesakes(runs: Sequence[tuple[JournalView, Mapping[str, str]]], study: LoadedStudy) -> None:
     """Give new labels, in their headers, to runs that share a label but belong to different curves. Add a warning.
 
     Args:

@@ -11,7 +11,7 @@ _WORD = re.compile(r"(?:^|[\s_./:,;|-]+|(?=[(\[]))[(\[]?seed[\s_=:.-]*(\d+)[)\]]
 _LETTER = re.compile(r"[-_]s(\d+)$")
 
 
-def hidden_seed(name: str) -> tuple[str, str, bool] | None:
+def seed_in_name(name: str) -> tuple[str, str, bool] | None:
     """Split a run's name into the rest, the seed, and whether the word `seed` marks the seed; None without a seed.
 
     The rest is empty if the name is only a seed. A name with two seeds counts as one without a seed.
@@ -26,7 +26,7 @@ def hidden_seed(name: str) -> tuple[str, str, bool] | None:
 
 def is_bare_seed(name: str) -> bool:
     """Return whether a name is only a seed, so that naming the run takes its folder's name too."""
-    parts = hidden_seed(name)
+    parts = seed_in_name(name)
     return parts is not None and not parts[0]
 
 

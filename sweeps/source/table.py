@@ -22,8 +22,8 @@ from sweeps.source.columns import (
     check_columns,
     column_named,
     counter_named,
-    no_blank_labels,
-    not_negative,
+    refuse_blank_labels,
+    refuse_negative,
     strict_numbers,
     whole_steps,
 )
@@ -99,12 +99,12 @@ def read(file: File, into: Collected) -> None:
     check_columns(file, table, [*column_of.values(), *columns.factors])
     compute, no_compute = strict_numbers(file, table, column_of["compute"], "another with --x")
     reward, no_reward = strict_numbers(file, table, column_of["reward"], "another with --y")
-    not_negative(file, table, column_of["compute"], compute)
+    refuse_negative(file, table, column_of["compute"], compute)
     steps = whole_steps(table)
     sd = None
     if "sd" in column_of:
         sd, _ = strict_numbers(file, table, column_of["sd"], "it values, or another name")
-        not_negative(file, table, column_of["sd"], sd)
+        refuse_negative(file, table, column_of["sd"], sd)
     recipes = table.label(column_of["recipe"]) if "recipe" in column_of else [into.run_name(file)] * table.count
     seeds = table.label(column_of["seed"]) if "seed" in column_of else [""] * table.count
     factors = [table.label(name) for name in columns.factors]
@@ -121,7 +121,7 @@ def read(file: File, into: Collected) -> None:
     for role in ("recipe", "seed"):
         if role in column_of:
             cells = recipes if role == "recipe" else seeds
-            no_blank_labels(file, table, column_of[role], cells, skipped)
+            refuse_blank_labels(file, table, column_of[role], cells, skipped)
     run_labels: dict[str, str] = {}  # label of each recipe's run, in a table without seeds, where a recipe has one run
     for (recipe, base, *values), all_rows in group_rows([recipes, bases, *factors]).items():
         kept_rows = all_rows[~skipped[all_rows]]

@@ -78,7 +78,7 @@ class File:
         self.path = path
         self.wanted = wanted
         self.kept: dict[str, Any] = {}
-        self.nuls = 0
+        self.nul_count = 0
         self.nul_lines: frozenset[int] = frozenset()
         self.cut_lines: set[int] = set()
 
@@ -143,7 +143,7 @@ class File:
         """
         if b"\0" not in self.raw:
             return self.raw
-        self.nuls = self.raw.count(b"\0")
+        self.nul_count = self.raw.count(b"\0")
         lines = self.raw.rstrip(b"\0").split(b"\n")
         with_nul = [i for i, line in enumerate(lines) if b"\0" in line]
         for i in with_nul:
@@ -156,10 +156,10 @@ class File:
     @property
     def damage(self) -> str | None:
         """Message about dropped NUL bytes and lines; None if there were none."""
-        if not self.nuls:
+        if not self.nul_count:
             return None
         lost = f", and {counted(len(self.cut_lines), 'line')} cut off there" if self.cut_lines else ""
-        return f"dropped {counted(self.nuls, 'NUL byte')} left by a crash{lost}"
+        return f"dropped {counted(self.nul_count, 'NUL byte')} left by a crash{lost}"
 
     @cached_property
     def text(self) -> str:

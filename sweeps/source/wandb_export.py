@@ -17,10 +17,10 @@ import numpy as np
 from sweeps.errors import UserError
 from sweeps.source.cells import numbers
 from sweeps.source.collected import ALL, Collected
-from sweeps.source.columns import is_index, no_blank_labels
+from sweeps.source.columns import is_index, refuse_blank_labels
 from sweeps.source.frame import Table, read_table
 from sweeps.source.log import Column, Log, Series, add_logs, logs_of_rows, series_of
-from sweeps.source.run_names import hidden_seed, labels_in, pairs_in
+from sweeps.source.run_names import labels_in, pairs_in, seed_in_name
 from sweeps.source.table import is_table
 from sweeps.source.text import File, listed, short
 from sweeps.source.vocabulary import ORDER, RUN_COLUMNS, step_column, vocabulary_of
@@ -114,7 +114,7 @@ def _is_bare_chart(chart: _Chart) -> bool:
     if len(axes) > 1 or len(chart.runs) < 2:
         return False
     metrics = chart.metrics
-    return hidden_seed(metrics[0]) is None if len(metrics) == 1 else all("/" in metric for metric in metrics)
+    return seed_in_name(metrics[0]) is None if len(metrics) == 1 else all("/" in metric for metric in metrics)
 
 
 def read(file: File, into: Collected) -> None:
@@ -163,7 +163,7 @@ def _check_labels(file: File, table: Table, step: str) -> None:
     run_column = next((name for name in RUN_COLUMNS if name in table.names), None)
     runs = [""] * table.count if run_column is None else table.label(run_column)
     if run_column is not None:
-        no_blank_labels(file, table, run_column, runs, stepless)
+        refuse_blank_labels(file, table, run_column, runs, stepless)
     for name in ("recipe", "seed"):
         if name in table.names:
             labels = table.label(name)
@@ -171,7 +171,7 @@ def _check_labels(file: File, table: Table, step: str) -> None:
                 run for run, label, skip in zip(runs, labels, stepless.tolist(), strict=True) if label and not skip
             }
             unlabelled = np.array([run not in labelled for run in runs], dtype=bool)
-            no_blank_labels(file, table, name, labels, stepless | unlabelled)
+            refuse_blank_labels(file, table, name, labels, stepless | unlabelled)
 
 
 def _read_chart(file: File, table: Table, chart: _Chart, into: Collected) -> None:

@@ -21,7 +21,7 @@ from sweeps.source.columns import (
     column_named,
     counter_named,
     is_index,
-    not_negative,
+    refuse_negative,
     strict_numbers,
     whole_steps,
 )
@@ -139,7 +139,7 @@ def read(file: File, into: Collected) -> None:
     runs = run_columns(file, table, request)
     check_columns(file, table, [x, *runs])
     compute, no_compute = strict_numbers(file, table, x, "another with --x")
-    not_negative(file, table, x, compute)
+    refuse_negative(file, table, x, compute)
     steps = whole_steps(table)
     axis = request.x or x.casefold()
     note = None if request.x is not None else order_warning(x)

@@ -257,7 +257,7 @@ def _fit_runs(
             metrics.append(Metric(RANK_KEY, fit.rank, at, 0))
         if curve is not None:
             columns = {keys.x: curve["x"], keys.log10: curve["x"], keys.compute: 10 ** curve["x"]}
-            columns[BAND_KEY] = curve[name] if name != "fit" else _centred(curve)
+            columns[BAND_KEY] = curve[name] if name != "fit" else _values_with_mean_on_curve(curve)
             if name == "fit":
                 columns |= {f"curve/{c}": curve[c] for c in ("fit", "low", "high") if c in curve}
             metrics += [
@@ -272,7 +272,7 @@ def _fit_runs(
     return fit_id
 
 
-def _centred(curve: Mapping[str, Array]) -> Array:
+def _values_with_mean_on_curve(curve: Mapping[str, Array]) -> Array:
     """Return values whose mean with both ends of the band is the fitted curve, clipped to the band.
 
     MLflow draws the line of a group as the mean of its runs. If the curve itself was one of these runs, the line would

@@ -141,7 +141,7 @@ def ship(
     return sent
 
 
-def shipped(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
+def sent_steps(run_dir: Path, mlflow_run_id: str) -> dict[str, int]:
     """Return the step up to which records were sent to an MLflow run, by kind of record."""
     steps = read_json(run_dir / CURSOR_FILE).get(mlflow_run_id, {}).get("steps", {})
     return {str(kind): int(step) for kind, step in steps.items()}

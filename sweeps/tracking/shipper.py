@@ -14,7 +14,7 @@ from sweeps.errors import UserError
 from sweeps.run.journal import CONFIG_FILE, JOURNAL_FILE, SEMANTICS_FILE, JournalError
 from sweeps.run.tail import JournalTail
 from sweeps.tracking.common import now_ms, one_line, without_credentials
-from sweeps.tracking.ship import ship, shipped
+from sweeps.tracking.ship import sent_steps, ship
 from sweeps.tracking.store import STATUSES, TrackedMember, TrackedSweep, Tracker
 
 # MLflow's error codes that concern one run instead of the store, for which retrying does not help.
@@ -49,7 +49,7 @@ class Shipper:
         self.interval_s = interval_s
         self.max_pause_s = max_pause_s
         self.outage: str | None = None
-        self.troubles: dict[str, str] = {}
+        self.run_problems: dict[str, str] = {}
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._statuses: dict[str, tuple[str, int, dict[str, str | None]]] = {}
         self._axes: dict[str, str] = {}
@@ -91,7 +91,7 @@ class Shipper:
                 break
             time.sleep(min(2**attempt, self.interval_s))
         if final and not complete:
-            reason = self.outage or next(iter(self.troubles.values()), "unknown")
+            reason = self.outage or next(iter(self.run_problems.values()), "unknown")
             _log.warning("MLflow: not everything was sent (%s); `scalerl publish` sends the rest", reason)
         return complete
 
@@ -154,7 +154,7 @@ class Shipper:
             number for name in (JOURNAL_FILE, CONFIG_FILE, SEMANTICS_FILE) for number in _stamp(run_dir / name)
         )
         if stamp[0] < 0 or self._stamps.get(run) == stamp:
-            return run not in self.troubles
+            return run not in self.run_problems
         try:
             self._send(run, tracked)
         except JournalError as error:
@@ -168,27 +168,27 @@ class Shipper:
                 raise
             trouble = f"{run_dir}: {one_line(error)}"
         else:
-            self.troubles.pop(run, None)
+            self.run_problems.pop(run, None)
             self._stamps[run] = stamp
             return True
         self._stamps[run] = stamp
-        if self.troubles.get(run) != trouble:
+        if self.run_problems.get(run) != trouble:
             _log.warning("MLflow: run skipped: %s", trouble)
-        self.troubles[run] = trouble
+        self.run_problems[run] = trouble
         return False
 
     def _send(self, run: str, tracked: TrackedMember) -> None:
         run_dir, run_id = tracked.member.run_dir, tracked.mlflow_run_id
         if run_id not in self._tails:
             self._tails[run_id] = JournalTail(run_dir)
-            self._tails[run_id].forget(shipped(run_dir, run_id))
+            self._tails[run_id].forget(sent_steps(run_dir, run_id))
         tail = self._tails[run_id]
         view = tail.update()
         ship(run_dir, self.tracker.client, run_id, self._axis(tracked, view.header), view)
         if view.status == "finished":
             del self._tails[run_id]  # saves memory: of thousands of members, only a few run at one time
         else:
-            tail.forget(shipped(run_dir, run_id))
+            tail.forget(sent_steps(run_dir, run_id))
 
     def _axis(self, tracked: TrackedMember, header: Mapping[str, Any]) -> str:
         """Return the compute axis of a run, by the device in its journal's header, and correct tags with a wrong axis.

@@ -116,7 +116,7 @@ class Tracker:
         return Path(rest) if scheme.split("+")[0] == "sqlite" else None
 
     @contextmanager
-    def reaching(self, doing: str) -> Iterator[None]:
+    def store_errors(self, doing: str) -> Iterator[None]:
         """In a `with` block, convert any error of MLflow's client to a UserError that names the store and a remedy."""
         try:
             yield
@@ -130,7 +130,7 @@ class Tracker:
 
     def prepare(self) -> str:
         """Create schema and experiment if missing, and return the experiment's id. Safe in concurrent processes."""
-        with self.reaching("opening the store"):
+        with self.store_errors("opening the store"):
             client = self.client
             with self._schema_lock:
                 return self._get_or_create_experiment(client)
@@ -183,7 +183,7 @@ class Tracker:
             entry["sweep"] = uuid.uuid4().hex[:12]
             write_json(directory / IDS_FILE, known)
         sweep = TrackedSweep(directory, entry["sweep"], name or directory.name, experiment_id, "")
-        with self.reaching("creating the sweep's runs"):
+        with self.store_errors("creating the sweep's runs"):
             runs = self.sweep_runs(sweep)
             parents = [run.info.run_id for run in runs if run.data.tags.get("kind") == "sweep"]
             if parents:
@@ -199,7 +199,7 @@ class Tracker:
 
     def add_members(self, sweep: TrackedSweep, members: Iterable[Member]) -> None:
         """Create runs for members that were added to the study later, such as trials of a search."""
-        with self.reaching("creating member runs"):
+        with self.store_errors("creating member runs"):
             self._add(sweep, members, self.sweep_runs(sweep))
 
     def _add(self, sweep: TrackedSweep, members: Iterable[Member], runs: Sequence[Run]) -> None:
@@ -252,7 +252,7 @@ class Tracker:
         """
         if status not in STATUSES:
             raise UserError(f"run status {status!r} is not one of {', '.join(STATUSES)}")
-        with self.reaching("setting a run's status"):
+        with self.store_errors("setting a run's status"):
             if status in ("SCHEDULED", "RUNNING"):
                 self.client.update_run(mlflow_run_id, status=status)
             else:

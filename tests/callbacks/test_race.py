@@ -14,7 +14,7 @@ from lightning_scalerl import ConfigurationError, Evaluate, Race, RunLog
 from sweeps.decide.rules import Rules
 from sweeps.errors import UserError
 from sweeps.run.journal import Journal, read_journal
-from sweeps.search.looks import Looks
+from sweeps.search.looks import RaceWithoutController
 from tests.helpers import SMALL_CORE, fit
 from tests.sweeps.search.runners import EVERY, STEPS, evaluation, member
 
@@ -120,19 +120,19 @@ def test_a_study_folder_that_is_itself_a_run_is_refused(tmp_path: Path) -> None:
     mine = write_running_run(tmp_path, 0.7, 4)
     Journal(tmp_path).close()
     with pytest.raises(UserError, match=r"is a run itself \(metrics\.jsonl\)"):
-        Looks(tmp_path, mine, Rules(1.0, 0.05))
+        RaceWithoutController(tmp_path, mine, Rules(1.0, 0.05))
 
 
 def test_runs_with_one_label_need_different_seeds_and_a_rival(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine, rules = write_running_run(tmp_path, 0.7, 4), Rules(1.0, 0.05)
-    Looks(tmp_path, mine, rules).take()
+    RaceWithoutController(tmp_path, mine, rules).take()
     assert not caplog.text, "a run without rivals gives no warning"
     for name, recipe, seed in (("b", "scalerl+a=0.7", 1), ("c", "other", 0), ("d", "scalerl+a=0.7", 0)):
         journal = Journal(tmp_path / name)
         journal.header(**{**member(0.7).header(), "run": name, "recipe": recipe, "seed": seed})
         journal.close()
         caplog.clear()
-        Looks(tmp_path, mine, rules).take()
+        RaceWithoutController(tmp_path, mine, rules).take()
         assert ("have the label" in caplog.text) == (name != "c"), (
             "warn if there is no other label (b) or a seed occurs twice (d)"
         )
@@ -172,7 +172,7 @@ def write_running_run(study: Path, a: float, last_step: int) -> Path:
 def test_runs_decide_alike_whenever_they_look(tmp_path: Path) -> None:
     rules = Rules(1.0, 0.05, growth=1.2)
     good, bad = write_running_run(tmp_path, 0.7, 20), write_running_run(tmp_path, 0.4, 6)
-    early = Looks(tmp_path, good, rules)
+    early = RaceWithoutController(tmp_path, good, rules)
     assert early.take() is None and not (good / "race.jsonl").exists(), "the first look waits for the other run"
     for run_dir in (good, bad):
         journal = Journal(run_dir)
@@ -181,22 +181,22 @@ def test_runs_decide_alike_whenever_they_look(tmp_path: Path) -> None:
             journal.record("eval", step, evaluation(spec, step))
         journal.close()
     assert early.take() is None, "the leader is not stopped"
-    late = Looks(tmp_path, bad, rules)
+    late = RaceWithoutController(tmp_path, bad, rules)
     assert "of ending ahead of scalerl+a=0.7" in str(late.take())
     assert (good / "race.jsonl").read_text() == (bad / "race.jsonl").read_text()
-    assert Looks(tmp_path, bad, rules).take() == late.take(), "a restarted run gets the same answer"
+    assert RaceWithoutController(tmp_path, bad, rules).take() == late.take(), "a restarted run gets the same answer"
     with pytest.raises(UserError, match="looked by other rules"):
-        Looks(tmp_path, bad, Rules(1.0, 0.2))
+        RaceWithoutController(tmp_path, bad, Rules(1.0, 0.2))
     # Looks recorded before the rule `loss` existed are continued without it.
     path = bad / "race.jsonl"
     path.write_text(re.sub(r',"crc":"\w+"', "", path.read_text().replace(f',"loss":{rules.loss}', "")))
     assert '"loss"' not in path.read_text().split('"look"')[0]
-    assert Looks(tmp_path, bad, rules).take() == late.take()
+    assert RaceWithoutController(tmp_path, bad, rules).take() == late.take()
     with pytest.raises(UserError, match="looked by other rules"):
-        Looks(tmp_path, bad, replace(rules, loss=0.5))
+        RaceWithoutController(tmp_path, bad, replace(rules, loss=0.5))
     path.write_text(path.read_text().replace('"growth"', '"pace"'))
     with pytest.raises(UserError, match="looked by other rules"):
-        Looks(tmp_path, bad, rules)
+        RaceWithoutController(tmp_path, bad, rules)
 
 
 def test_a_look_neither_waits_for_a_failed_run_nor_judges_it(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_look_neither_waits_for_a_failed_run_nor_judges_it(tmp_path: Path) -> 
     failed = Journal(write_running_run(tmp_path, 0.66, 12))
     failed.end(12, "failed", "ValueError: no good")
     failed.close()
-    looks = Looks(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
+    looks = RaceWithoutController(tmp_path, good, Rules(1.0, 0.05, growth=1.2))
     looks.take()
     recorded = [json.loads(line)["look"] for line in (good / "race.jsonl").read_text().splitlines()]
     assert [any(chance["recipe"] == "scalerl+a=0.66" for chance in look["chances"]) for look in recorded] == [

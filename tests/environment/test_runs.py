@@ -17,7 +17,7 @@ from lightning_scalerl.session.sampling import Sampling
 from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 from sweeps.cli.main import main as scalerl
 from sweeps.run.journal import read_journal
-from sweeps.run.rollouts import a_few, read_groups
+from sweeps.run.rollouts import pick_examples, read_groups
 from tests.helpers import fit
 from tests.member.test_kill import kill_controller, run_here
 from tests.place import STEPS, Place, lines, wait_until
@@ -236,7 +236,7 @@ def test_a_tool_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         if set(numbers) <= set("0123456789+") and not numbers.startswith("+"):
             assert observation == f"?{sum(map(int, numbers.split('+')))}="
         assert rollout["completion"] == answer
-    (reported,) = a_few([("recipe", tmp_path)])
+    (reported,) = pick_examples([("recipe", tmp_path)])
     outcome, text = reported.written[0]
     assert "2 turns" in outcome and "\n[environment] ?" in text, "the best of a group has called the tool"
     scalerl(["rollouts", str(tmp_path), "--limit", "0"])

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from sweeps.launch.members import LEASE_NAME
-from sweeps.run.lease import alive
+from sweeps.run.lease import holder_facts
 from tests.place import PATIENCE_S, STEPS, Deterministic, Place
 from tests.slurm.cluster import Lab, Sweep, by_run, eventually
 
@@ -267,7 +267,9 @@ def test_collect_takes_over_from_a_killed_controller(light: OneMember) -> None:
         collecting = shell.submit(light.scalerl, "collect", str(light.directory), "--wait", "--trust")
         # The job must still run when the other controller looks for it.
         old_pids = (None, process.pid)
-        eventually(lambda: (alive(light.directory, LEASE_NAME) or {}).get("pid") not in old_pids, "another controller")
+        eventually(
+            lambda: (holder_facts(light.directory, LEASE_NAME) or {}).get("pid") not in old_pids, "another controller"
+        )
         time.sleep(2)
         light.gate.touch()
         result = collecting.result()

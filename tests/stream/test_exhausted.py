@@ -9,7 +9,7 @@ import pytest
 from lightning_scalerl.rollouts.prompt import Prompt
 from lightning_scalerl.stream.prompts import PoolExhaustedError
 from sweeps.run.journal import JournalView, read_journal
-from sweeps.run.progress import is_done, why_final
+from sweeps.run.progress import final_reason, is_done
 from tests.helpers import CountingTask, fit
 
 # A prompt retires as soon as its pass rate reaches 0.1.
@@ -24,7 +24,7 @@ def check_ended(run_dir: Path) -> JournalView:
     assert view.of_kind("eval")[-1].step == view.checkpoint_step == step, "the last weights are evaluated, and saved"
     assert (view.status, view.final) == ("finished", True)
     assert str(view.reason).startswith("pool exhausted, which a larger budget does not change: ")
-    assert why_final(run_dir) == view.reason and is_done(run_dir, STEPS, str(view.header["run"]))
+    assert final_reason(run_dir) == view.reason and is_done(run_dir, STEPS, str(view.header["run"]))
     return view
 
 

@@ -9,20 +9,20 @@ import pytest
 
 from sweeps.decide.rank import rank
 from sweeps.fit.fit import fit_curves
-from sweeps.parallel import cores, exit_on_sigterm, mapped
+from sweeps.parallel import cores, exit_on_sigterm, parallel_map
 from tests.sweeps.fit.simulate import curve
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_order_is_kept(workers: int) -> None:
-    assert mapped(abs, range(-30, 30), workers) == [abs(number) for number in range(-30, 30)]
-    assert mapped(abs, [], workers) == []
+    assert parallel_map(abs, range(-30, 30), workers) == [abs(number) for number in range(-30, 30)]
+    assert parallel_map(abs, [], workers) == []
     assert cores() >= 1
 
 
 def test_errors_of_workers_keep_their_type() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        mapped(int, ["1"] * 30 + ["x"], 2)
+        parallel_map(int, ["1"] * 30 + ["x"], 2)
 
 
 def test_sigterm_raises_systemexit_unless_it_is_handled() -> None:

@@ -318,7 +318,7 @@ def test_the_transformers_callback_records_rewards_and_stops_training(tmp_path: 
     State.global_step = 3
     events.on_log(Args, State, Control, {"eval_reward": 0.3})
     assert rows_in(events._run) == [(0, 0.0, 0.25), (3, 10.0, 0.3)] and not Control.should_training_stop
-    events._run._why = "enough"
+    events._run._stop_reason = "enough"
     State.global_step = 5
     events.on_log(Args, State, Control, {"eval_reward": 0.5, "eval_num_tokens": 50.0})
     assert Control.should_training_stop and Control.should_save

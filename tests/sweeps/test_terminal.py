@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from sweeps.terminal import Bar, Cell, Column, counted, duration, fitted, on_screen, sparkline
+from sweeps.terminal import Bar, Cell, Column, counted, duration, fitted, is_interactive, sparkline
 from tests.examples import examples
 
 
@@ -92,7 +92,7 @@ def test_a_bar_fits_its_terminal_and_keeps_the_time_left(width: int, monkeypatch
 @pytest.mark.parametrize(("term", "is_terminal"), [("xterm", True), ("dumb", False), ("unknown", False)])
 def test_a_dumb_terminal_gets_lines_like_a_log(term: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
-    assert on_screen(Terminal()) is is_terminal and not on_screen(io.StringIO())
+    assert is_interactive(Terminal()) is is_terminal and not is_interactive(io.StringIO())
     output_stream = Terminal()
     Bar("training", 10, stream=output_stream).close()
     assert ("\x1b" in output_stream.getvalue()) is is_terminal

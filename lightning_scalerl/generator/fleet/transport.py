@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from lightning_scalerl.generator.fleet.wire import Channel
-from sweeps.process import last_words, shielded
+from sweeps.process import block_signals, last_log_line
 
 # Longest wait for an exit status, in seconds: the connection of an ending process closes before its status is set.
 EXIT_S = 5.0
@@ -61,7 +61,7 @@ class Child(Channel):
         parent_end, child_end = Pipe()
         command = [sys.executable, "-m", CHILD_MODULE, str(child_end.fileno()), str(settings.folder)]
         self._log = settings.folder / f"generator-{number}.log"
-        with self._log.open("ab") as log, shielded():
+        with self._log.open("ab") as log, block_signals():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -92,7 +92,7 @@ class Child(Channel):
 
     def last_words(self) -> str:
         """Return the last line of the child's log in parentheses; empty without a log."""
-        words = last_words(self._log)
+        words = last_log_line(self._log)
         return f" ({words})" if words else ""
 
     def stop(self, at_once: bool = True) -> None:

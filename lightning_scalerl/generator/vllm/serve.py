@@ -41,7 +41,7 @@ from lightning_scalerl.generator.vllm.engine import (
 )
 from lightning_scalerl.generator.vllm.plugin import BACKEND, IDLE, PARENT, TOKEN
 from sweeps.port import free_port
-from sweeps.process import last_words, shielded
+from sweeps.process import block_signals, last_log_line
 from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -95,7 +95,7 @@ class Server:
         """
         stdin = subprocess.PIPE if self.shape else subprocess.DEVNULL
         # `close` ends the server by SIGTERM, so only SIGUSR2 is blocked.
-        with self.log.open("ab") as log, shielded(signal.SIGUSR2):
+        with self.log.open("ab") as log, block_signals(signal.SIGUSR2):
             output = None if aloud else log
             self.process = subprocess.Popen(
                 self.command,
@@ -168,7 +168,7 @@ class Server:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 status = self.process.poll()
                 event = f"has not answered for {start_s:g} s" if status is None else f"ended with status {status}"
-                log_end = last_words(self.log)
+                log_end = last_log_line(self.log)
                 self.close()
                 raise CannotGoOnError(f"generator: vLLM's server {event} ({log_end})")
             time.sleep(0.2)

@@ -10,7 +10,7 @@ from sweeps.executor.failure import KINDS
 from sweeps.executor.node.attempts import Attempt, attempts, log_mark
 from sweeps.run.interruption import requested_stop
 from sweeps.run.journal import LOG_FILE
-from sweeps.run.progress import is_done, trouble
+from sweeps.run.progress import is_done, journal_damage
 from sweeps.run.spec import budget_of
 
 # Failures that are reported even if the member was asked to stop.
@@ -40,7 +40,7 @@ def outcome_of(
     if kind is None:
         # The job finished but the run is not done: its journal is damaged, or the budget was raised meanwhile.
         steps = budget_of(run_dir)
-        if (steps is None or not is_done(run_dir, steps, run)) and (damage := trouble(run_dir, run)):
+        if (steps is None or not is_done(run_dir, steps, run)) and (damage := journal_damage(run_dir, run)):
             return Outcome(run, 1, "error", damage)
         return Outcome(run, 0, "outgrown", KINDS["outgrown"][0], attempt.node if attempt else None)
     if kind not in _ALWAYS_REPORTED and (stop_reason := requested_stop(run_dir)):

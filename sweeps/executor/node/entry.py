@@ -77,10 +77,12 @@ def _run(folder: Path, member: Path | int) -> int:
     log = AttemptLog(
         run_dir, manifest["submission"], current().job_id(), current().restart_count(), current().node_name()
     )
-    return _lead(manifest, run_dir, began, log) if rank == 0 else _follow(manifest, run_dir, rank, log)
+    return (
+        _run_as_rank_0(manifest, run_dir, began, log) if rank == 0 else _run_as_other_rank(manifest, run_dir, rank, log)
+    )
 
 
-def _lead(manifest: Mapping[str, Any], run_dir: Path, began: float, log: AttemptLog) -> int:
+def _run_as_rank_0(manifest: Mapping[str, Any], run_dir: Path, began: float, log: AttemptLog) -> int:
     """Run the member as rank 0, which writes the attempt record. Return the exit code."""
     step = checkpoint_step(run_dir)
     # Read the earlier attempts first: this one, once recorded, would count as an attempt without a new checkpoint.
@@ -169,7 +171,7 @@ def _time_limit_at(manifest: Mapping[str, Any], began: float) -> float:
     return float(os.environ.get(BEGAN_VARIABLE) or began) + (current().length_s() or manifest["timeout_min"] * 60)
 
 
-def _follow(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptLog) -> int:
+def _run_as_other_rank(manifest: Mapping[str, Any], run_dir: Path, rank: int, log: AttemptLog) -> int:
     """Run the member as a rank other than 0, which records only its own failures; return the exit code."""
     try:
         _check_gpu()

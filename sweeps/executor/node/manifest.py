@@ -56,12 +56,12 @@ def write_manifest(
         **limits,
         "settings": redact_config(settings),
         "command": [redact_override(argument) for argument in sys.argv],
-        "code": freeze_code(folder),
+        "code": record_code(folder),
     }
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1), mode=0o600)
 
 
-def freeze_code(folder: Path) -> dict[str, Any]:
+def record_code(folder: Path) -> dict[str, Any]:
     """Return the code's commit, and write uncommitted changes, redacted, to `code.diff`."""
     here = checkout()
     if here is None:

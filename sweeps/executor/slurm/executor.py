@@ -14,7 +14,7 @@ from sweeps.executor.slurm.ending import FollowedJob, JobEndings, launch_failed
 from sweeps.executor.slurm.handover import complete
 from sweeps.executor.slurm.scheduler import ENDED, QUEUED, JobInfo, Scheduler, Slurm
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.executor.slurm.submitter import Submitter, ids_in, names_of
+from sweeps.executor.slurm.submitter import Submitter, job_ids, job_ids_by_submission
 from sweeps.run.interruption import ask_to_stop
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class ClusterExecutor:
         if job is None:
             return {}
         jobs: dict[str, str | None] = {}
-        for member, name in zip(members, names_of(job, len(members)), strict=True):
+        for member, name in zip(members, job_ids(job, len(members)), strict=True):
             jobs[member.run] = name
             self._followed[member.run] = FollowedJob(member, submission, name)
         return jobs
@@ -117,7 +117,7 @@ class ClusterExecutor:
                 self._followed[member.run] = FollowedJob(member, member.submission, member.job, seen_alive=False)
                 found[member.run] = member.job
         self._endings.clear_listings()
-        ids = ids_in(queue)
+        ids = job_ids_by_submission(queue)
         for member in unclear:
             assert member.submission is not None
             artifacts = self._endings.artifacts_of(member.submission)
@@ -128,7 +128,7 @@ class ClusterExecutor:
                 self._submitter.abandoned.add(member.submission)
                 continue
             number, size = position
-            name = names_of(job, size)[number]
+            name = job_ids(job, size)[number]
             if self._endings.was_refused(queue.get(name), member):
                 continue
             if (info := queue.get(name)) is not None and info.state in QUEUED:
@@ -198,7 +198,7 @@ class ClusterExecutor:
                     ended.append(each)
                     continue
                 each.seen_alive = each.seen_alive or info.state not in ENDED
-                self._warn_if_it_waits_for_ever(info)
+                self._warn_if_never_starts(info)
                 if info.state in ENDED and (each.had_ended or info.state not in _MAY_BE_REQUEUED):
                     ended.append(each)
                 each.had_ended = info.state in ENDED
@@ -221,7 +221,7 @@ class ClusterExecutor:
             if each.info is not None:
                 each.info = replace(each.info, exit_code=known.get(each.job, ""))
 
-    def _warn_if_it_waits_for_ever(self, info: JobInfo) -> None:
+    def _warn_if_never_starts(self, info: JobInfo) -> None:
         stuck = info.state in QUEUED and any(word in info.reason for word in _NEVER_RUNS)
         if stuck and info.reason not in self._warned:
             self._warned.add(info.reason)

@@ -115,7 +115,7 @@ class Submitter:
             if found is None:
                 return None
             job = found
-            complete(folder, dict(zip(names_of(job, len(members)), (each.run_dir for each in members), strict=True)))
+            complete(folder, dict(zip(job_ids(job, len(members)), (each.run_dir for each in members), strict=True)))
         else:
             self._pause.reset()
             self._batch_size = min(self._max_batch_size, 2 * (self._batch_size or 1))
@@ -162,7 +162,7 @@ class Submitter:
         if refusal.uncertain:
             # The answer may have been lost although the submission was accepted: look for its name in the queue.
             queue = self.scheduler.queue()
-            if queue is not None and (job := ids_in(queue).get(submission)):
+            if queue is not None and (job := job_ids_by_submission(queue).get(submission)):
                 return job
             self.abandoned.add(submission)
         elif size > 1:
@@ -232,12 +232,12 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def names_of(job: str, members: int) -> list[str]:
+def job_ids(job: str, members: int) -> list[str]:
     """Return the ids of a submission's jobs: `12` for a single job; `12_0`, `12_1`, ... for an array."""
     return [f"{job}_{number}" for number in range(members)] if members > 1 else [job]
 
 
-def ids_in(queue: Mapping[str, JobInfo]) -> dict[str, str]:
+def job_ids_by_submission(queue: Mapping[str, JobInfo]) -> dict[str, str]:
     """Return the job or array id of each submission in the queue, by the submission's name."""
     found: dict[str, str] = {}
     for info in queue.values():

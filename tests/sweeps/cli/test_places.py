@@ -15,7 +15,7 @@ import pytest
 
 from lightning_scalerl import train
 from sweeps.cli import main as cli
-from sweeps.errors import UserError, naming, of_the_system
+from sweeps.errors import UserError, describe_os_error, errors_naming
 from sweeps.launch.study import Study
 from tests.examples import every
 from tests.sweeps.cli.test_refused import contents, launch
@@ -196,18 +196,20 @@ def test_a_study_that_cannot_be_written_changes_nothing(
 
 
 def test_a_long_path_is_shortened_in_the_message() -> None:
-    message = of_the_system(OSError(errno.ENAMETOOLONG, "File name too long", "n" * 5000))
+    message = describe_os_error(OSError(errno.ENAMETOOLONG, "File name too long", "n" * 5000))
     assert message is not None and len(message) < 300
 
 
 def test_both_file_names_of_an_error_are_printed() -> None:
-    assert of_the_system(OSError(errno.EROFS, "Read-only file system", "a", None, "b")) is not None
-    assert str(of_the_system(OSError(errno.EROFS, "Read-only file system", "a", None, "b"))).startswith("a -> b: Read")
+    assert describe_os_error(OSError(errno.EROFS, "Read-only file system", "a", None, "b")) is not None
+    assert str(describe_os_error(OSError(errno.EROFS, "Read-only file system", "a", None, "b"))).startswith(
+        "a -> b: Read"
+    )
 
 
 def test_an_error_of_the_system_names_the_field() -> None:
     expected = r"^output_dir: /data/mine/x: Read-only file system; .*output_dir="
-    with pytest.raises(UserError, match=expected), naming("output_dir"):
+    with pytest.raises(UserError, match=expected), errors_naming("output_dir"):
         raise refused(errno.EROFS)
-    with pytest.raises(ZeroDivisionError), naming("output_dir"):
+    with pytest.raises(ZeroDivisionError), errors_naming("output_dir"):
         raise ZeroDivisionError

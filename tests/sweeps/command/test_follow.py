@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sweeps.command.compute import Compute
 from sweeps.command.follow import Follower, MetricsError
-from sweeps.command.growing import Cut, Ending, GrowingLog, Rows
+from sweeps.command.growing import Ending, GrowingLog, HalfLineEnd, Rows
 from sweeps.command.metrics import Source
 from sweeps.command.settings import STDOUT, Command
 from sweeps.run.journal import Journal, JournalView, read_journal
@@ -44,7 +44,7 @@ class Member:
     def __init__(self, run_dir: Path, name: str = "log.jsonl", **changes: Any) -> None:
         self.run_dir, self.log = run_dir, run_dir / name
         self.command = replace(COMMAND, source=str(self.log), **changes)
-        self.cuts: list[Cut] = []
+        self.cuts: list[HalfLineEnd] = []
         self.begun = False
         Journal(run_dir).header(axis=self.command.compute.axis)
 
@@ -55,7 +55,7 @@ class Member:
         follower = Follower(journal, earlier, self.command, source)
         follower.started_before, self.begun = self.begun, True
         follower.catch_up()
-        self.cuts += [cut for cut in [source.seal()] if cut is not None]
+        self.cuts += [cut for cut in [source.mark_half_line()] if cut is not None]
         for write in writes:
             if isinstance(write, bytes):
                 with self.log.open("ab") as handle:

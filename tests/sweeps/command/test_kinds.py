@@ -15,7 +15,7 @@ from lightning_scalerl.checks import ConfigurationError
 from lightning_scalerl.member.command import command_conf_dir, plan_commands, study_file
 from sweeps.cli.launchers import DebugStudyLauncher
 from sweeps.command.kinds import _KINDS
-from sweeps.command.plan import Composed, make_specs
+from sweeps.command.plan import ComposedMember, make_specs
 from sweeps.errors import UserError
 from sweeps.run.spec import RunSpec
 from sweeps.search.settings import Axis
@@ -65,7 +65,7 @@ class Launcher(DebugStudyLauncher):
     folder: Path
 
     def plan_members(self, override_lists: Sequence[Sequence[str]]) -> list[RunSpec]:
-        return make_specs([Composed(self.config, {}, ())], "toy", self.folder, ())
+        return make_specs([ComposedMember(self.config, {}, ())], "toy", self.folder, ())
 
     def _run(self, study: Any, plan: Any, search: Any = None) -> dict[str, Any]:
         plan.text()
@@ -101,7 +101,7 @@ def test_a_removed_setting_is_refused_by_name(config: dict[str, Any], key: str) 
         inner = inner[group]
     del inner[name]
     with pytest.raises(UserError, match=f"^{re.escape(key)}: was taken away; give "):
-        make_specs([Composed(changed, {}, ())], "toy", Path(config["command"]["folder"]), ())
+        make_specs([ComposedMember(changed, {}, ())], "toy", Path(config["command"]["folder"]), ())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,15 @@ import pytest
 
 from sweeps.cli.main import main
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.effects import OWN, _central_cell, _choose_next_cells, _Design, _solve, effects, table_of
+from sweeps.decide.effects import (
+    OWN,
+    _central_cell,
+    _choose_next_cells,
+    _Design,
+    _effects_posterior,
+    effects,
+    levels_of_recipes,
+)
 from sweeps.errors import UserError
 from sweeps.fit.fit import fit_curves
 from tests.paths import ROOT
@@ -41,7 +49,7 @@ def solved(effect: Sequence[float], sd: float, interaction_sd: float, number: in
     sums = [sum(e for e, axis in zip(effect, AXES, strict=True) if cell[axis] == "new") for cell in cells]
     y = 0.6 + np.array(sums) + sd * rng.standard_normal(16) + interaction_sd * rng.standard_normal(16)
     design = _Design.of(cells, {axis: [OWN, "new"] for axis in AXES}, ())
-    return _solve(design, y, sd**2 * np.eye(16), 1.0).draws
+    return _effects_posterior(design, y, sd**2 * np.eye(16), 1.0).draws
 
 
 def test_effects_of_0_02_are_detected_and_intervals_have_their_coverage() -> None:
@@ -125,7 +133,7 @@ def test_the_next_cell_separates_axes_that_vary_together() -> None:
     cells = fraction()[:12]
     axes = {axis: [OWN, "new"] for axis in AXES}
     design = _Design.of(cells, axes, ())
-    one = _solve(design, np.random.default_rng(0).standard_normal(12) * 0.02 + 0.6, 1e-4 * np.eye(12), 1.0)
+    one = _effects_posterior(design, np.random.default_rng(0).standard_normal(12) * 0.02 + 0.6, 1e-4 * np.eye(12), 1.0)
     next_cells = _choose_next_cells(cells, axes, (), one, 1e-4)
     assert len(next_cells) == 3 and all(
         0 < next_cell.gain < 1 and next_cell.levels not in cells for next_cell in next_cells
@@ -133,19 +141,19 @@ def test_the_next_cell_separates_axes_that_vary_together() -> None:
     assert next_cells[0].gain > 0.8 * max(next_cell.gain for next_cell in next_cells)
     # If two axes have the same level in every cell, the next cell gives them different levels.
     alike = [{**cell, "b": cell["a"]} for cell in cells]
-    one = _solve(_Design.of(alike, axes, ()), np.linspace(0.58, 0.62, 12), 1e-4 * np.eye(12), 1.0)
+    one = _effects_posterior(_Design.of(alike, axes, ()), np.linspace(0.58, 0.62, 12), 1e-4 * np.eye(12), 1.0)
     first = _choose_next_cells(alike, axes, (), one, 1e-4)[0].levels
     assert first["a"] != first["b"]
 
 
 def test_labels_and_factors_are_axes() -> None:
-    assert table_of(["s+loss=dapo", "s", "t+fast"], [{}, {}, {}]) == [
+    assert levels_of_recipes(["s+loss=dapo", "s", "t+fast"], [{}, {}, {}]) == [
         {"recipe": "s", "loss": "dapo", "fast": OWN},
         {"recipe": "s", "loss": OWN, "fast": OWN},
         {"recipe": "t", "loss": OWN, "fast": "yes"},
     ]
-    assert table_of(["s size=1"], [{"size": "1"}]) == [{"recipe": "s", "size": "1"}]
-    assert table_of(["my run+loss=dapo size=1 set=a b"], [{"size": "1", "set": "a b"}]) == [
+    assert levels_of_recipes(["s size=1"], [{"size": "1"}]) == [{"recipe": "s", "size": "1"}]
+    assert levels_of_recipes(["my run+loss=dapo size=1 set=a b"], [{"size": "1", "set": "a b"}]) == [
         {"recipe": "my run", "size": "1", "set": "a b", "loss": "dapo"}
     ], "a label and a value may have spaces"
 
@@ -172,7 +180,7 @@ def test_effects_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_settings_are_part_of_their_axis() -> None:
     recipes = ["s", "s+kl=fixed+kl.coefficient=0.2", "s+kl.coefficient=0.3+batch.prompts=8", "s+kl=none"]
-    cells = table_of(recipes, [{}] * 4)
+    cells = levels_of_recipes(recipes, [{}] * 4)
     assert [cell["kl"] for cell in cells] == [OWN, "fixed coefficient=0.2", "coefficient=0.3", "none"]
     assert [cell["batch.prompts"] for cell in cells] == [OWN, OWN, "8", OWN]
     assert all(cell.keys() == {"recipe", "kl", "batch.prompts"} for cell in cells)
@@ -181,8 +189,11 @@ def test_settings_are_part_of_their_axis() -> None:
 def test_one_change_at_a_time_points_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An axis changed together with its setting is one change. A cell with two changes makes the study a grid."""
     labels = ["s", "s+loss=dapo", "s+kl=fixed+kl.coefficient=0.2"]
-    assert _central_cell(table_of(labels, [{}] * 3)) == 0 and _central_cell(table_of(labels[::-1], [{}] * 3)) == 2
-    assert _central_cell(table_of([*labels, "s+loss=dapo+kl=none"], [{}] * 4)) is None
+    assert (
+        _central_cell(levels_of_recipes(labels, [{}] * 3)) == 0
+        and _central_cell(levels_of_recipes(labels[::-1], [{}] * 3)) == 2
+    )
+    assert _central_cell(levels_of_recipes([*labels, "s+loss=dapo+kl=none"], [{}] * 4)) is None
     path, rows = tmp_path / "one.csv", ["recipe,seed,compute,reward"]
     for label, curve in zip(labels, grid(), strict=False):
         values = zip(curve.seed, curve.compute, curve.reward, strict=True)

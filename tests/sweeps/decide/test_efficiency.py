@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.ranking import Recipe, run
 from sweeps.decide.efficiency import Ratio
-from sweeps.decide.next_run import choice_of, settle
+from sweeps.decide.next_run import find_next_steps, make_choice
 from sweeps.decide.pairwise import compare
 from sweeps.decide.rank import Ranking, rank
 from sweeps.decide.reward import rewards
@@ -135,7 +135,7 @@ def test_at_equal_A_and_B_the_recipe_with_less_compute_is_first() -> None:
         assert not result.undecided and result.sentence.startswith(
             "same ceiling: choose z-cheap, because the other takes 1."
         )
-        assert result.sentence in settle(choice_of(fits)).sentence
+        assert result.sentence in find_next_steps(make_choice(fits)).sentence
         for entry, c_mid in ((first, 2000.0), (second, 3600.0)):
             for interval, share in ((entry.efficiency, 9.0), (entry.efficiency_half, 1.0)):
                 assert interval is not None and interval.low is not None and interval.high is not None

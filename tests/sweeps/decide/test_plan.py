@@ -15,13 +15,13 @@ from scipy.stats import norm
 from benchmarks.advice import one_study
 from sweeps.cli import main as cli
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.next_run import Step, choice_of, settle, split_budget
-from sweeps.decide.plan import Factors, make_plan
-from sweeps.decide.reach import compute_to_reach, near_asymptote
+from sweeps.decide.next_run import Step, find_next_steps, make_choice, split_budget
+from sweeps.decide.plan import FactorColumns, make_plan
+from sweeps.decide.reach import asymptote_progress, compute_to_reach
 from sweeps.decide.rollout_counts import best_rollouts, parse_rollouts
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
-from sweeps.fit.predict import FAR, quantiles, total_draws
+from sweeps.fit.predict import FAR, asymptote_draws_over_seeds, quantiles
 from sweeps.fit.seeds import SeedSpread
 from tests.examples import every
 from tests.paths import ROOT
@@ -101,7 +101,7 @@ def test_seed_variance_depends_on_the_question() -> None:
     fit = fit_curve(curve(seeds=2), seed_spread=SeedSpread(sd=0.03))
     assert fit.draws is not None
     for new_run, factor in ((False, 0.5), (True, 1.5)):
-        added = total_draws(fit, new_run) - fit.draws.A
+        added = asymptote_draws_over_seeds(fit, new_run) - fit.draws.A
         assert float(added.std()) == pytest.approx(0.03 * np.sqrt(factor), rel=0.05)
 
 
@@ -140,7 +140,7 @@ def test_too_few_points_have_no_compute_and_a_flat_curve_never_arrives() -> None
     assert reach.compute is None and reach.reason.startswith("too_few_points")
     never = compute_to_reach(fit_curve(level), 0.5)
     assert never.compute is None and never.reason.startswith("never") and (never.p_never or 0) > 0.9
-    assert near_asymptote(few).verdict == near_asymptote(fit_curve(level)).verdict == "unknown"
+    assert asymptote_progress(few).verdict == asymptote_progress(fit_curve(level)).verdict == "unknown"
 
 
 def test_a_target_that_most_draws_miss_is_unlikely_not_never() -> None:
@@ -162,16 +162,16 @@ def test_quantiles_of_infinite_draws_are_open_not_nan() -> None:
 
 
 def test_a_recipe_is_near_its_asymptote_not_near_or_unknown() -> None:
-    near = near_asymptote(fit_curve(curve(end=40000, points=81)))
+    near = asymptote_progress(fit_curve(curve(end=40000, points=81)))
     assert near.verdict == "near" and near.share.low is not None and near.share.low >= 0.95
-    far = near_asymptote(fit_curve(curve(end=6000, points=81)))
+    far = asymptote_progress(fit_curve(curve(end=6000, points=81)))
     assert far.verdict == "not near" and far.share.value == pytest.approx(1 / (1 + (2500 / 6000) ** 1.9), abs=0.06)
     assert far.gain_2x.value == pytest.approx(
         float(law(np.array([12000.0]), 0.61, 1.9, 2500, 0.3)[0] - law(np.array([6000.0]), 0.61, 1.9, 2500, 0.3)[0]),
         abs=0.02,
     )
     # The share is about 0.94, too uncertain to decide whether it is below 0.95.
-    between = near_asymptote(fit_curve(curve(end=10700, points=23, white=0.01, rng=2)))
+    between = asymptote_progress(fit_curve(curve(end=10700, points=23, white=0.01, rng=2)))
     assert between.verdict == "unknown" and between.share.low is not None and between.share.value is not None
     assert between.share.low < between.share.value < 0.95 <= (between.share.high or 1.0)
 
@@ -191,18 +191,18 @@ def contested() -> list[Fit]:
 
 
 def test_the_poorly_known_contender_is_extended_first() -> None:
-    settlement = settle(choice_of(contested()))
+    settlement = find_next_steps(make_choice(contested()))
     assert not settlement.settled and settlement.leader == "short", "its draws may be far higher, but hardly lower"
     first = settlement.steps[0]
     assert (first.recipe, first.action) == ("short", "extend") and first.compute > 4500
     gains = {step.recipe: step.expected_gain or 0.0 for step in settlement.steps}
     assert gains["short"] > 0.005 and gains["lost"] < 0.001
     # The gain of a step cannot exceed the expected loss.
-    assert gains["short"] <= choice_of(contested()).standing.losses["short"]
+    assert gains["short"] <= make_choice(contested()).standing.losses["short"]
 
 
 def test_longer_extensions_reduce_the_loss_more() -> None:
-    future = choice_of(contested(), 0.02).future
+    future = make_choice(contested(), 0.02).future
     after = [future.loss_after({1: Step("short", "extend", to, None, to - 4500, "")}) for to in (4800, 9000, 27000)]
     assert after[0] > after[1] > after[2]
     assert after[0] <= future.loss + 0.002
@@ -216,7 +216,7 @@ def test_the_gain_of_a_seed_equals_the_formula_for_two_normals() -> None:
             curve("b", a=0.595, end=40000, points=81, white=0.002, seeds=1, rng=2),
         ]
     )
-    settlement = settle(choice_of(fits, 0.0))
+    settlement = find_next_steps(make_choice(fits, 0.0))
     assert [step.action for step in settlement.steps] == ["seed", "seed"]
     a, b = (fit.A.value or 0.0 for fit in fits)
     variance = 2 * 0.015**2
@@ -229,7 +229,7 @@ def test_the_gain_of_a_seed_equals_the_formula_for_two_normals() -> None:
 
     before = float(loss(np.abs(np.array(a - b)), float(np.sqrt(variance))))
     gain = before - float(loss(np.abs(means), float(np.sqrt(left))).mean())
-    assert min(choice_of(fits, 0.0).standing.losses.values()) == pytest.approx(before, rel=0.1)
+    assert min(make_choice(fits, 0.0).standing.losses.values()) == pytest.approx(before, rel=0.1)
     assert settlement.steps[0].expected_gain == pytest.approx(gain, rel=0.15) and gain > 0.001
 
 
@@ -246,13 +246,13 @@ def test_a_simulated_truth_has_no_weight_for_itself() -> None:
 
 
 def test_a_settled_choice_needs_nothing() -> None:
-    settlement = settle(choice_of(fit_curves([curve("a", a=0.61, rng=1), curve("b", a=0.45, rng=2)])))
+    settlement = find_next_steps(make_choice(fit_curves([curve("a", a=0.61, rng=1), curve("b", a=0.45, rng=2)])))
     assert settlement.settled and settlement.steps == () and settlement.leader == "a"
 
 
 def test_unidentifiable_recipes_get_an_extension_as_remedy() -> None:
     fits = fit_curves([curve("a", rng=1), curve("few", points=4), curve("early", end=2000, points=15, rng=2)])
-    steps = {step.recipe: step for step in settle(choice_of(fits)).steps}
+    steps = {step.recipe: step for step in find_next_steps(make_choice(fits)).steps}
     assert steps["few"].action == "extend" and steps["few"].expected_gain is None
     assert "too_few_points" in steps["few"].reason
     assert steps["early"].action == "extend" and "the bend is not in the window" in steps["early"].reason
@@ -267,37 +267,37 @@ def test_the_extension_of_a_recipe_with_too_few_points_is_long_enough(evaluation
 
     fit = fit_curve(measured(evaluations))
     assert fit.verdict == "too_few_points"
-    (step,) = settle(choice_of([fit])).steps
+    (step,) = find_next_steps(make_choice([fit])).steps
     assert fit_curve(measured(round(step.compute / 500))).verdict != "too_few_points"
 
 
 def test_a_recipe_with_one_evaluation_gets_an_extension() -> None:
     single = make_curve("begun", np.zeros(1), np.full(1, 0.3), np.zeros(1, dtype=np.intp))
-    (step,) = settle(choice_of([fit_curve(single)])).steps
+    (step,) = find_next_steps(make_choice([fit_curve(single)])).steps
     assert step.action == "extend" and step.reason.startswith("too_few_points")
 
 
 def test_the_rest_of_a_budget_is_committed_or_kept() -> None:
     """The rest goes to the leader if its expected loss is within the margin. Otherwise the rest is kept."""
-    kept = split_budget(choice_of(contested(), 0.01), 50000)
+    kept = split_budget(make_choice(contested(), 0.01), 50000)
     assert kept.winner is None and kept.commit is None and "until the results are in" in kept.sentence
     assert sum(share.compute for share in kept.shares) == pytest.approx(sum(step.cost for step in kept.steps))
     assert kept.steps[0].recipe == "short"
-    split = split_budget(choice_of(contested(), 0.04), 50000)
+    split = split_budget(make_choice(contested(), 0.04), 50000)
     assert sum(share.compute for share in split.shares) == pytest.approx(50000)
     assert split.winner == "short" and split.commit is not None
     assert split.commit[1] - split.commit[0] == pytest.approx(50000 - sum(step.cost for step in split.steps))
     assert "commit the rest to the winner so far, short: continue one of its runs" in split.sentence
     shares = {share.recipe: share for share in split.shares}
     assert shares["lost"].compute == 0 and shares["good"].R is not None
-    small = split_budget(choice_of(contested(), 0.04), 100)
+    small = split_budget(make_choice(contested(), 0.04), 100)
     assert small.steps == () and small.commit == (4500.0, 4600.0)
-    nothing = split_budget(choice_of(contested(), 0.01), 100)
+    nothing = split_budget(make_choice(contested(), 0.01), 100)
     assert nothing.steps == () and nothing.winner is None and "Keep it (100)" in nothing.sentence
 
 
 def test_without_an_identifiable_recipe_nothing_is_committed() -> None:
-    split = split_budget(choice_of(fit_curves([curve("a", end=1500), curve("b", end=1500, rng=1)])), 1e5)
+    split = split_budget(make_choice(fit_curves([curve("a", end=1500), curve("b", end=1500, rng=1)])), 1e5)
     assert split.winner is None and split.commit is None and "the budget is not committed to a winner" in split.sentence
     assert "below the highest asymptote, more than the margin 0.02" in split.sentence
     assert sum(share.compute for share in split.shares) <= 1e5
@@ -314,12 +314,12 @@ def test_a_run_that_cannot_be_continued_is_not_extended() -> None:
 
     early = fit_curves([curve("a", end=1500), curve("b", end=1500, rng=1)])
     for fits in (contested(), early):
-        unended, choice = choice_of(fits), choice_of(ended(fits))
-        assert extended(settle(unended).steps) and not extended(settle(choice).steps)
+        unended, choice = make_choice(fits), make_choice(ended(fits))
+        assert extended(find_next_steps(unended).steps) and not extended(find_next_steps(choice).steps)
         assert extended(split_budget(unended, 50000).steps) and not extended(split_budget(choice, 50000).steps)
     fits = contested()
-    assert split_budget(choice_of(fits, 0.04), 50000).commit is not None
-    split = split_budget(choice_of(ended(fits), 0.04), 50000)
+    assert split_budget(make_choice(fits, 0.04), 50000).commit is not None
+    split = split_budget(make_choice(ended(fits), 0.04), 50000)
     assert split.commit is None and "the winner so far is" in split.sentence
     assert "but one of its runs ended before its budget" in split.sentence
 
@@ -501,8 +501,8 @@ def test_a_plan_has_one_goal_or_none() -> None:
         (None, None, with_target.rows[0].asymptote)
     ]
     with pytest.raises(UserError, match="which size is best depends"):
-        make_plan(fits, factors=Factors(size="size"))
+        make_plan(fits, factors=FactorColumns(size="size"))
     with pytest.raises(UserError, match="nothing to plan"):
         make_plan([], target=0.5)
     with pytest.raises(UserError, match="has no size"):
-        make_plan(fits, target=0.5, factors=Factors(size="size"))
+        make_plan(fits, target=0.5, factors=FactorColumns(size="size"))

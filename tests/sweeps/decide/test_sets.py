@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from sweeps import api
-from sweeps.cli.curves import over_sets
+from sweeps.cli.curves import compare_over_sets
 from sweeps.cli.main import main, make_parser
 from sweeps.curve import Curve, make_curve
 from sweeps.decide.aggregate import aggregate, improvement, iqm, profile, resample, take
@@ -209,7 +209,7 @@ def study(folder: Path) -> str:
 def test_tables_of_a_study_are_those_in_the_guide(tmp_path: Path) -> None:
     source = study(tmp_path)
     options = make_parser().parse_args(["rank", source, "--sets", "math, code"])
-    set_signal, aggregated = over_sets(options, load([source]))
+    set_signal, aggregated = compare_over_sets(options, load([source]))
     assert set_signal is not None and aggregated is not None
     assert set_signal.best == "math" and set_signal.axis == "compute/virtual_device_hours" and set_signal.compute == 15
     head, rows = signal_rows(set_signal)
@@ -226,7 +226,7 @@ def test_tables_of_a_study_are_those_in_the_guide(tmp_path: Path) -> None:
     ):
         assert text in page
     by_size = make_parser().parse_args(["rank", source, "--group", "seed"])
-    grouped, none = over_sets(by_size, load([source], factors=["seed"]))
+    grouped, none = compare_over_sets(by_size, load([source], factors=["seed"]))
     assert grouped is not None and none is None
 
 
@@ -280,7 +280,7 @@ def test_the_page_shows_signal_and_aggregate_if_given(tmp_path: Path) -> None:
     fits = fit_curves(curves)
     ranking = rank(fits, brief=True)
     options = make_parser().parse_args(["rank", ".", "--sets", "math,code"])
-    set_signal, aggregated = over_sets(options, load([study(tmp_path)]))
+    set_signal, aggregated = compare_over_sets(options, load([study(tmp_path)]))
     figure = performance_figure(aggregated, ranking)
     assert figure is not None and performance_figure(None, ranking) is None
     lines, bands = figure.axes[0].lines, figure.axes[0].collections
@@ -322,8 +322,8 @@ def test_sources_without_sets_are_refused(capsys: pytest.CaptureFixture[str]) ->
 def test_logs_of_another_trainer_are_aggregated_with_the_option_sets() -> None:
     log, metric = str(ROOT / "tests" / "data" / "logs" / "prime_rl_history.json"), "eval/aime24/avg@16"
     words = ["rank", log, "--metric", metric]
-    assert over_sets(make_parser().parse_args(words), load([log], metric=metric)) == (None, None)
-    set_signal, aggregated = over_sets(
+    assert compare_over_sets(make_parser().parse_args(words), load([log], metric=metric)) == (None, None)
+    set_signal, aggregated = compare_over_sets(
         make_parser().parse_args([*words, "--sets", "aime24,livecodebench"]), load([log], metric=metric)
     )
     assert set_signal is None and aggregated is not None  # one recipe, nothing to separate

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.ranking import KINDS, Recipe, run, study
 from sweeps.curve import Curve, make_curve
-from sweeps.decide.next_run import choice_of, settle, split_budget
+from sweeps.decide.next_run import find_next_steps, make_choice, split_budget
 from sweeps.decide.pairwise import compare
 from sweeps.decide.rank import rank
 from sweeps.decide.reward import RewardRow, Rewards, rewards
@@ -49,7 +49,7 @@ def test_the_leader_is_what_costs_the_least_and_nobody_gets_compute_whom_the_dra
     source = np.random.default_rng((7, 0, number))
     recipes = KINDS[0](source)
     fits = fit_curves([run(recipe, f"r{i}", source) for i, recipe in enumerate(recipes)])
-    choice = choice_of(fits)
+    choice = make_choice(fits)
     result, split = choice.standing, split_budget(choice, 10 * recipes[0].end)
     loss = np.stack([drawn.asymptote() for drawn in result.drawn])
     expected = (loss.max(axis=0) - loss).mean(axis=1)
@@ -133,8 +133,8 @@ def test_sure_rankings_are_right() -> None:
 @pytest.mark.slow
 def test_ranking_plan_and_budget_agree_on_the_leader() -> None:
     fits = fit_curves(simulated(Recipe(0.64, 1.8, 1.0, 5.0), Recipe(0.63, 1.6, 1.0, 5.0), Recipe(0.5, 1.8, 1.0, 5.0)))
-    choice = choice_of(fits)
-    ranking, settlement, split = rank(fits), settle(choice), split_budget(choice, 100.0)
+    choice = make_choice(fits)
+    ranking, settlement, split = rank(fits), find_next_steps(choice), split_budget(choice, 100.0)
     assert settlement.settled == (not ranking.undecided)
     assert ranking.sentence.removeprefix("undecided: ") in settlement.sentence
     assert settlement.leader == split.winner == ranking.ranking[0].recipe
@@ -144,10 +144,10 @@ def test_ranking_plan_and_budget_agree_on_the_leader() -> None:
 def test_a_surely_best_recipe_is_chosen_without_an_identifiable_asymptote() -> None:
     fits = fit_curves(simulated(Recipe(0.5, 1.8, 1.0, 6.0), Recipe(0.75, 1.5, 3.0, 6.0)))
     assert not fits[1].identifiable
-    ranking, choice = rank(fits), choice_of(fits)
-    assert not ranking.undecided and ranking.leader == fits[1].recipe == settle(choice).leader
+    ranking, choice = rank(fits), make_choice(fits)
+    assert not ranking.undecided and ranking.leader == fits[1].recipe == find_next_steps(choice).leader
     assert "; its A is not identifiable yet (" in ranking.sentence and (choice.standing.p_wrong or 0.0) <= 0.05
-    settlement = settle(choice)
+    settlement = find_next_steps(choice)
     assert settlement.settled and settlement.sentence == f"no further run is needed to choose: {ranking.sentence}"
     # Undecided if its asymptote may still be below the other.
     fits = fit_curves(simulated(Recipe(0.6, 1.8, 1.0, 6.0), Recipe(0.62, 1.5, 3.0, 6.0)))
@@ -303,9 +303,9 @@ def test_each_curve_is_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Posterior, "__init__", counted)
     fits = fit_curves([curve(f"base+axis={i}", a=0.5 + 0.03 * i, rng=i) for i in range(4)])
     assert posteriors == 4
-    choice = choice_of(fits)
+    choice = make_choice(fits)
     rank(fits, budget=40000.0)
-    settle(choice)
+    find_next_steps(choice)
     split_budget(choice, 1e5)
     rewards(fits)
     compare(fits, [("base+axis=0", "base+axis=1")])

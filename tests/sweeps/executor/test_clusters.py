@@ -26,7 +26,7 @@ from sweeps.launch.study import Study
 from sweeps.run.journal import Journal
 from sweeps.run.progress import last_metrics
 from sweeps.run.spec import RunSpec, make_spec
-from sweeps.run.writer import sole_writer
+from sweeps.run.writer import hold_run_lease
 from tests.paths import ROOT
 from tests.sweeps.executor import contract
 from tests.sweeps.executor.contract import Engine, ExecutorContract
@@ -72,7 +72,7 @@ class TestFolderCluster(ExecutorContract):
 def work(run_dir: Path) -> None:
     """Run a member. At step 2, which only the first attempt takes, it waits to be killed."""
     spec = RunSpec.read(run_dir)
-    with sole_writer(run_dir, spec):
+    with hold_run_lease(run_dir, spec):
         step = int(last_metrics(run_dir).get("step", 0))
         journal = Journal(run_dir)
         if step:

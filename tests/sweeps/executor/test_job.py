@@ -34,7 +34,7 @@ from sweeps.executor.node.ending import end_of_logs
 from sweeps.executor.node.entry import DISK_FULL_CODE, idle_attempts
 from sweeps.executor.slurm import handover, job
 from sweeps.run import gpu, slurm_job
-from sweeps.run.activity import HUNG_CODE, Patience, activity
+from sweeps.run.activity import HUNG_CODE, HangTimeout, activity
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption
 from sweeps.run.journal import LOG_FILE, Journal
 from tests.paths import ROOT
@@ -110,7 +110,7 @@ def wait_for_a_signal(run_dir: Path) -> None:
 def hang(run_dir: Path) -> None:
     """Hang like a member that waits for a dead peer."""
     # If the watching thread gets no CPU time for twice as long, Python's watchdog ends the process with another code.
-    with activity.watched(Patience(2.0, 2.0)):
+    with activity.watched(HangTimeout(2.0, 2.0)):
         activity.note("decode")
         threading.Event().wait(60)
 

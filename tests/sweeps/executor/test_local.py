@@ -19,7 +19,7 @@ from sweeps.command.runner import run_member
 from sweeps.errors import UserError
 from sweeps.executor.base import Launch, Outcome, load_entry
 from sweeps.executor.local import LocalExecutor
-from sweeps.run.activity import HUNG_CODE, Patience, activity
+from sweeps.run.activity import HUNG_CODE, HangTimeout, activity
 from sweeps.run.journal import LOG_FILE
 from tests.paths import ROOT
 from tests.sweeps.command.toy import write_study, written
@@ -117,7 +117,7 @@ def spin(run_dir: Path) -> None:
 def hang(run_dir: Path) -> None:
     """Hang like a member that waits for a dead peer."""
     # If the watching thread gets no CPU time for twice as long, Python's watchdog ends the process with another code.
-    with activity.watched(Patience(2.0, 2.0)):
+    with activity.watched(HangTimeout(2.0, 2.0)):
         activity.note("decode")
         threading.Event().wait(PATIENCE_S)
 

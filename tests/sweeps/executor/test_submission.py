@@ -26,7 +26,7 @@ from sweeps.errors import UserError
 from sweeps.executor.base import Launch
 from sweeps.executor.failure import KINDS
 from sweeps.executor.node import manifest
-from sweeps.executor.node.manifest import freeze_code
+from sweeps.executor.node.manifest import record_code
 from sweeps.executor.slurm.handover import executor_of, submit
 from sweeps.executor.slurm.settings import JobSettings
 from sweeps.executor.slurm.submission import new_folder, sanitize_name, write_submission
@@ -601,15 +601,15 @@ def test_the_commit_and_changes_of_the_code_are_recorded(tmp_path: Path, monkeyp
     monkeypatch.setattr(provenance, "ROOT", repository)
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert freeze_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": False}
+    assert record_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": False}
     assert list(folder.iterdir()) == []
     source.write_text(f"two {TOKEN}\n")
-    assert freeze_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": True}
+    assert record_code(folder) == {"commit": git("rev-parse", "HEAD"), "changed": True}
     diff = (folder / "code.diff").read_text()
     assert "+two ***" in diff
     shutil.rmtree(repository / ".git")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    assert freeze_code(folder) == {"commit": None}
+    assert record_code(folder) == {"commit": None}
 
 
 # --- configurations for hydra-submitit-launcher --------------------------------------------------------------

@@ -19,11 +19,11 @@ from sweeps.fit import posterior as model
 from sweeps.fit.constants import A_PRIOR, FARTHEST, LEVEL_PRIOR, LEVELLING, P_FLAT, R0_PRIOR, SEED_WALKS, WALK_PRIOR
 from sweeps.fit.fit import Fit, fit_curve, fit_curves
 from sweeps.fit.points import FitOptions
-from sweeps.fit.pooling import pools_of
+from sweeps.fit.pooling import make_pools
 from sweeps.fit.posterior import LAWS, Posterior, walk_variance
-from sweeps.fit.predict import paths, predict, predict_mean, readable
+from sweeps.fit.predict import can_forecast, paths, predict, predict_mean
 from sweeps.fit.scaled_points import ScaledPoints
-from sweeps.fit.verdict import Evidence, LawEvidence, after_fit
+from sweeps.fit.verdict import Evidence, LawEvidence, judge_fit
 from sweeps.source import load
 from tests.examples import every
 from tests.paths import ROOT
@@ -110,7 +110,7 @@ def test_curves_of_every_verdict_have_a_forecast() -> None:
         fit = fit_curve(seen(truth, np.random.default_rng(3)))
         verdicts.add(fit.verdict)
         band = predict(fit, [1.25, 1.5, 2, 4, 10])
-        assert readable(fit) and (band.low <= band.value).all() and (band.value <= band.high).all()
+        assert can_forecast(fit) and (band.low <= band.value).all() and (band.value <= band.high).all()
         assert (band.low >= 0).all() and (band.high <= 1).all()
         # Bands do not become narrower with distance.
         assert (np.diff(band.high - band.low) >= -0.02).all()
@@ -212,17 +212,17 @@ def test_an_asymptote_that_other_laws_put_elsewhere_is_not_named() -> None:
         reward_range=1.0,
         laws=laws,
     )
-    assert after_fit(evidence).name == "identifiable"
-    changed_verdict = after_fit(replace(evidence, laws=replace(laws, agreement=0.4)))
+    assert judge_fit(evidence).name == "identifiable"
+    changed_verdict = judge_fit(replace(evidence, laws=replace(laws, agreement=0.4)))
     assert changed_verdict.name == "open" and "put the ceiling elsewhere: 40%" in changed_verdict.reason
     # Nor if another law explains the points far better, or if the curve does not rise.
-    changed_verdict = after_fit(replace(evidence, laws=replace(laws, rival_lead=5.0, agreement=0.4)))
+    changed_verdict = judge_fit(replace(evidence, laws=replace(laws, rival_lead=5.0, agreement=0.4)))
     assert changed_verdict.name == "misfit" and "another law: a Weibull curve" in changed_verdict.reason
-    assert after_fit(replace(evidence, laws=replace(laws, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
+    assert judge_fit(replace(evidence, laws=replace(laws, p_none=0.7, p_rise=P_FLAT / 2))).name == "flat"
     for p_none, p_rise in ((0.3, P_FLAT / 2), (0.7, 2 * P_FLAT)):
-        assert after_fit(replace(evidence, laws=replace(laws, p_none=p_none, p_rise=p_rise))).name != "flat"
+        assert judge_fit(replace(evidence, laws=replace(laws, p_none=p_none, p_rise=p_rise))).name != "flat"
     # Nor if the bend may be beyond the window.
-    assert after_fit(replace(evidence, half_gain=(5.0, 0.3))).name == "pre_inflection"
+    assert judge_fit(replace(evidence, half_gain=(5.0, 0.3))).name == "pre_inflection"
 
 
 def test_a_forecast_can_reach_the_end_of_the_scale() -> None:
@@ -296,7 +296,7 @@ def test_draws_have_the_moments_of_the_model(which: int) -> None:
     theta = np.array([0.5, -0.8, -2.5, -3.0])
     at = np.array([0.25, 0.5, 1.0, 1.5, 3.0, 100.0])
     r0, a, walk = posterior._draw_levels(which, posterior._rotated[1], np.tile(theta, (count, 1)))
-    draws = model.Futures(
+    draws = model.CurveDraws(
         laws=LAWS,
         law=np.full(count, which),
         u=np.full(count, theta[0]),
@@ -402,16 +402,16 @@ def test_pooled_weights_are_those_of_the_hierarchy() -> None:
     source = np.random.default_rng(0)
     walks = [np.log(0.01) + 0.3 * source.standard_normal(2000) for _ in range(8)]
     vague = WALK_PRIOR[0] + WALK_PRIOR[1] * source.standard_normal(2000)
-    weight = pools_of([*walks, vague])[-1].weights(vague)
+    weight = make_pools([*walks, vague])[-1].weights(vague)
     mean = float(weight @ vague / weight.sum())
     assert abs(mean - np.log(0.01)) < 0.25 and abs(float(vague.mean()) - WALK_PRIOR[0]) < 0.1
     # A recipe's own draws do not enter its weights.
     grid = np.linspace(*np.quantile(vague, [0.1, 0.9]), 20)
     np.testing.assert_allclose(
-        *(pools_of([*walks[:3], own_draws])[-1].weights(grid) for own_draws in (vague, 0.2 * vague - 1))
+        *(make_pools([*walks[:3], own_draws])[-1].weights(grid) for own_draws in (vague, 0.2 * vague - 1))
     )
     # A single recipe keeps its prior, which is the sum of the centre's prior and the scatter around the centre.
-    single_weight = pools_of([vague])[0].weights(vague)
+    single_weight = make_pools([vague])[0].weights(vague)
     spread = float(
         np.sqrt(single_weight @ (vague - single_weight @ vague / single_weight.sum()) ** 2 / single_weight.sum())
     )

@@ -12,16 +12,16 @@ import pytest
 import yaml
 
 from lightning_scalerl.member.command import plan_commands
-from sweeps.cli.launchers import _measured
+from sweeps.cli.launchers import _measurement
 from sweeps.errors import UserError
 from sweeps.executor.local import InProcessExecutor
-from sweeps.launch.adopted import count_adopted, replaced_members
+from sweeps.launch.adopted import replaced_members, substitute_adopted_runs
 from sweeps.launch.adoption import adopt
 from sweeps.launch.ledger import Ledger
-from sweeps.launch.price import launch_of
+from sweeps.launch.price import estimate_launch
 from sweeps.launch.study import Study
 from sweeps.run.journal import Journal, read_journal
-from sweeps.run.progress import why_final
+from sweeps.run.progress import final_reason
 from sweeps.run.spec import RunSpec
 from sweeps.source import load
 from tests.paths import ROOT
@@ -80,7 +80,7 @@ def launch(place: Path) -> tuple[list[str], list[str]]:
             started.extend(RunSpec.read(member.run_dir).title for member in members)
             return super().submit(submission, members)
 
-    specs, notes = count_adopted(place / "study", grid_members(place), _measured)
+    specs, notes = substitute_adopted_runs(place / "study", grid_members(place), _measurement)
     states = Study(place / "study", specs).run(Executor("sweeps.command.runner:run_member"))
     assert {state.state for state in states.values()} == {"finished"} and len(states) == 4
     return started, notes
@@ -114,7 +114,7 @@ def test_the_steps_of_a_table_show_an_unfinished_run(place: Path) -> None:
     assert [run.points for run in done.runs] == [11, 3]
     steps = {run.seed: [r.step for r in read_journal(place / "study" / "runs" / run.run).records] for run in done.runs}
     assert steps == {0: list(range(0, 21, 2)), 1: [2, 4, 6]}
-    members, notes = count_adopted(place / "study", grid_members(place), _measured)
+    members, notes = substitute_adopted_runs(place / "study", grid_members(place), _measurement)
     assert notes[-1] == "mine seed 1 was adopted with 6 of 20 steps and is started anew"
     assert [("adopted" in member.config) for member in members] == [True, False, False, False]
     (place / "wide.csv").write_text("step,tokens,grpo-seed1,dapo-seed1\n2,200,0.1,0.2\n4,400,0.2,0.3\n6,600,0.3,\n")
@@ -136,7 +136,7 @@ def test_replaced_members_cost_nothing_and_matching_writes_nothing(place: Path) 
     members = grid_members(place)
     replaced = replaced_members(place / "study", members)
     assert replaced == {members[0].run}, "one run has too few steps, and one has another seed"
-    assert launch_of(members, place / "study", elsewhere=replaced).sentences()[0] == (
+    assert estimate_launch(members, place / "study", elsewhere=replaced).sentences()[0] == (
         "4 members (2 recipes, 2 seeds), 80 steps, of which 60 are left"
     )
     assert {path: path.read_bytes() for path in (place / "study").rglob("*") if path.is_file()} == before
@@ -165,21 +165,21 @@ def test_an_adopted_run_that_ended_for_good_replaces_a_member_of_any_budget(plac
     adopt(place / "study", [str(place / "elsewhere")], ["loss,lr,seed"], x="compute/tokens")
     members = grid_members(place)
     assert replaced_members(place / "study", members) == {members[0].run}
-    specs, notes = count_adopted(place / "study", members, _measured)
+    specs, notes = substitute_adopted_runs(place / "study", members, _measurement)
     assert notes == ["1 of 4 members ran elsewhere and were adopted; they are not started"]
-    assert why_final(place / "study" / "runs" / specs[0].run) == "dry"
+    assert final_reason(place / "study" / "runs" / specs[0].run) == "dry"
 
 
 def test_runs_that_replace_no_member_are_noted(place: Path) -> None:
     run_by_hand(place, "grpo", 0, steps=8)
     run_by_hand(place, "dapo", 5)
     adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens")
-    specs, notes = count_adopted(place / "study", grid_members(place), _measured)
+    specs, notes = substitute_adopted_runs(place / "study", grid_members(place), _measurement)
     assert [spec.run for spec in specs] == [spec.run for spec in grid_members(place)]
     assert notes == ["mine seed 0 was adopted with 8 of 20 steps and is started anew"]
     assert {state.recipe for state in Ledger(place / "study").fold().values()} == {"mine", "loss=dapo"}
     rates = [*grid_members(place), *grid_members(place, "lr=0.1")]
-    _, notes = count_adopted(place / "study", rates, _measured)
+    _, notes = substitute_adopted_runs(place / "study", rates, _measurement)
     assert any("could be any of mine, lr=0.1, so it replaces none; adopt it --by all values" in note for note in notes)
 
 
@@ -187,7 +187,7 @@ def test_a_run_may_be_matched_by_the_recipe_label(place: Path) -> None:
     run_by_hand(place, "dapo", 1)
     (place / "logs/loss=dapo,lr=1e-05,seed=1.jsonl").rename(place / "logs/loss=dapo-seed1.jsonl")
     adopt(place / "study", [str(place / "logs")], x="tokens")
-    specs, _ = count_adopted(place / "study", grid_members(place), _measured)
+    specs, _ = substitute_adopted_runs(place / "study", grid_members(place), _measurement)
     assert [spec.title for spec in specs if "adopted" in spec.config] == ["loss=dapo seed 1"]
 
 
@@ -197,21 +197,21 @@ def test_another_unit_is_refused_before_any_start(place: Path) -> None:
     with pytest.raises(
         UserError, match="its adopted runs count compute/steps, and this launch compute/tokens; measure"
     ):
-        count_adopted(place / "study", grid_members(place), _measured)
+        substitute_adopted_runs(place / "study", grid_members(place), _measurement)
 
 
 def test_another_reward_is_refused_before_any_start(place: Path) -> None:
     run_by_hand(place, "grpo", 0)
     adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens", evaluation_set="math")
     with pytest.raises(UserError, match="have no eval/heldout/pass_rate, by which this launch is compared; adopt them"):
-        count_adopted(place / "study", grid_members(place), _measured)
+        substitute_adopted_runs(place / "study", grid_members(place), _measurement)
 
 
 def test_relabelling_keeps_provenance_and_records(place: Path) -> None:
     run_by_hand(place, "grpo", 0)
     (taken,) = adopt(place / "study", [str(place / "logs")], ["loss,seed"], x="tokens").runs
     before = read_journal(place / "study/runs" / taken.run)
-    count_adopted(place / "study", grid_members(place), _measured)
+    substitute_adopted_runs(place / "study", grid_members(place), _measurement)
     after = read_journal(place / "study/runs" / taken.run)
     assert (before.header["recipe"], after.header["recipe"]) == ("loss=grpo", "mine")
     assert after.header["adopted"] == before.header["adopted"] and after.records == before.records

@@ -20,7 +20,7 @@ from sweeps.cli import main as cli
 from sweeps.curve import Curve
 from sweeps.errors import UserError
 from sweeps.launch import adoption
-from sweeps.launch.adopted import agree, hold_lease
+from sweeps.launch.adopted import agree, hold_study_lease
 from sweeps.launch.adoption import Adoption, adopt, columns_of
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.status import overview
@@ -316,7 +316,7 @@ def test_several_processes_adopt_into_one_study(tmp_path: Path) -> None:
 def test_a_folder_with_only_a_lease_is_a_study(tmp_path: Path) -> None:
     """A folder with only a lease is a study: a process that is killed before it adopts its first run leaves this."""
     source, study = write_table(tmp_path / "a.jsonl", make_rows("a", 0, 8, 0.3)), tmp_path / "study"
-    with hold_lease(study):
+    with hold_study_lease(study):
         assert list(study.iterdir())
         with pytest.raises(UserError, match="is being run by another process"):
             adopt(study, [str(source)], ["loss,seed"])
@@ -449,7 +449,7 @@ def test_a_copy_within_one_tracker_is_recognised(
 
 def test_a_run_of_a_tracker_that_begins_like_another_is_not_its_copy(tmp_path: Path) -> None:
     points = Points((0, 1, 2, 3, 4, 5), (0.0, 1.0, 2.0, 3.0, 4.0, 5.0), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
-    folder = adoption._Folder(tmp_path / "study", "compute/tokens", None, "here")
+    folder = adoption._StudyMembers(tmp_path / "study", "compute/tokens", None, "here")
     for key in ("wandb:me/mine/a", "wandb:me/mine/b"):
         spec = RunSpec(
             run=key[-1], curve="c", recipe="r", baseline="", departures={}, settings={}, seed=0, steps=5,

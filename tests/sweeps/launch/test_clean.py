@@ -18,7 +18,7 @@ from sweeps.cli import main as cli
 from sweeps.errors import UserError
 from sweeps.executor.failure import retries as retry_policy
 from sweeps.executor.slurm.settings import JobSettings
-from sweeps.launch.clean import KINDS, USUAL, clean, inventory, shown_size
+from sweeps.launch.clean import KINDS, USUAL, clean, format_size, inventory
 from sweeps.launch.ledger import Ledger
 from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.status import overview
@@ -446,4 +446,4 @@ def test_an_operating_system_error_is_printed_in_one_line(
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234567, "1.23 MB"), (999_600, "1 MB"), (5 * 10**12, "5 TB")],
 )
 def test_sizes_for_people(size: int, shown: str) -> None:
-    assert shown_size(size) == shown
+    assert format_size(size) == shown

@@ -16,7 +16,7 @@ from lightning_scalerl.checks import ConfigurationError
 from sweeps.cli.launchers import DebugStudyLauncher, StudyLauncher
 from sweeps.errors import UserError
 from sweeps.launch import planning
-from sweeps.launch.planning import Planner, PlannerLostError, plan_apart
+from sweeps.launch.planning import Planner, PlannerLostError, plan_in_subprocess
 from sweeps.run.spec import RunSpec, make_spec
 from tests.examples import every
 from tests.paths import ROOT
@@ -59,7 +59,7 @@ PLANNER = f"{__name__}:plan"
 
 
 def test_members_from_another_process_still_share_their_objects() -> None:
-    specs = plan_apart(PLANNER, [["a"], ["b"], ["c"]], ["/x"])
+    specs = plan_in_subprocess(PLANNER, [["a"], ["b"], ["c"]], ["/x"])
     assert [spec.seed for spec in specs] == [0, 1, 2]
     loss = specs[0].config["loss"]
     assert loss["of"] == ["/x"] and loss["path"] == sys.path
@@ -82,7 +82,7 @@ def test_members_from_another_process_still_share_their_objects() -> None:
 )
 def test_errors_of_the_planner_are_raised_in_the_controller(word: str, kind: type[BaseException], message: str) -> None:
     with pytest.raises(kind) as caught:
-        plan_apart(PLANNER, [[word]], [])
+        plan_in_subprocess(PLANNER, [[word]], [])
     assert type(caught.value) is kind and str(caught.value).startswith(message)
     if word != "die":
         assert any("test_planning.py" in note for note in caught.value.__notes__)  # the traceback of the planner
@@ -104,7 +104,7 @@ def test_a_planner_answers_several_requests_also_after_an_error() -> None:
 
 
 def test_output_of_the_planner_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    plan_apart(PLANNER, [["print"]], [])
+    plan_in_subprocess(PLANNER, [["print"]], [])
     assert "making the base model" in capfd.readouterr().out
 
 
@@ -202,7 +202,7 @@ def test_no_semaphores_are_left_without_an_orderly_exit(word: str) -> None:
 def test_threads_of_libraries_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "_EXIT_S", 0.5)
     begin = time.monotonic()
-    assert len(plan_apart("tests.sweeps.launch.test_planning:plan_with_a_thread", [["a"]], [])) == 1
+    assert len(plan_in_subprocess("tests.sweeps.launch.test_planning:plan_with_a_thread", [["a"]], [])) == 1
     assert time.monotonic() - begin < 30
 
 

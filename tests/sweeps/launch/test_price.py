@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from sweeps.cli.main import main
 from sweeps.curve import make_curve
-from sweeps.decide.design import foresee
+from sweeps.decide.design import predict_resolution
 from sweeps.errors import UserError
 from sweeps.fit.fit import Fit, fit_curves
-from sweeps.launch.price import check_hours, launch_of
+from sweeps.launch.price import check_hours, estimate_launch
 from sweeps.run.checkpoint_names import checkpoint_name
 from sweeps.run.journal import Journal
 from sweeps.run.spec import RunSpec
@@ -63,7 +63,7 @@ def test_each_recipe_costs_its_median_per_step_at_the_same_scale(tmp_path: Path)
     write_run(like, spec(0, recipe="slow"), 10, 10.0)
     write_run(like, spec(5, prompts=64), 10, 1000.0)  # another scale
     members = [spec(0), spec(1), spec(2, recipe="slow"), spec(3, recipe="new")]
-    estimate = launch_of(members, tmp_path / "study", str(like), rate=2.0)
+    estimate = estimate_launch(members, tmp_path / "study", str(like), rate=2.0)
     assert (estimate.members, estimate.recipes, estimate.seeds, estimate.steps, estimate.left) == (4, 3, 4, 400, 400)
     assert estimate.price is not None and estimate.price.other_scale == ()
     # A recipe that never ran costs the median of all runs per step: 0.3.
@@ -77,14 +77,14 @@ def test_each_recipe_costs_its_median_per_step_at_the_same_scale(tmp_path: Path)
 
 def test_an_estimate_from_another_scale_is_marked(tmp_path: Path) -> None:
     write_run(tmp_path / "pilot", spec(0, prompts=64), 10, 10.0)
-    estimate = launch_of([spec()], tmp_path / "study", str(tmp_path / "pilot"))
+    estimate = estimate_launch([spec()], tmp_path / "study", str(tmp_path / "pilot"))
     assert estimate.price is not None and (estimate.price.hours, estimate.price.other_scale) == (100.0, ("batch",))
     assert "some members differ from these runs in batch" in estimate.sentences()[1]
 
 
 def test_a_continued_study_is_estimated_from_its_own_runs_and_remaining_steps(tmp_path: Path) -> None:
     write_run(tmp_path, spec(0), 40, 4.0)
-    estimate = launch_of([spec(0), spec(1)], tmp_path)
+    estimate = estimate_launch([spec(0), spec(1)], tmp_path)
     assert estimate.price is not None and (estimate.left, estimate.price.hours) == (160, pytest.approx(16.0))
     assert "200 steps, of which 160 are left" in estimate.sentences()[0]
 
@@ -93,12 +93,12 @@ def test_an_unfinished_run_continues_from_its_checkpoint(tmp_path: Path) -> None
     """Later steps are made again: all of them without a checkpoint, and none of a finished run."""
 
     def left() -> int:
-        return launch_of([spec(0)], tmp_path).left
+        return estimate_launch([spec(0)], tmp_path).left
 
     write_run(tmp_path, spec(0), 40, 4.0, checkpoint=35)
     run_dir = tmp_path / "runs" / spec(0).run
     assert left() == 65
-    estimate = launch_of([spec(0)], tmp_path)
+    estimate = estimate_launch([spec(0)], tmp_path)
     assert estimate.price is not None and estimate.price.hours == pytest.approx(6.5)
     checkpoint = run_dir / "checkpoints" / checkpoint_name(35)
     checkpoint.rename(checkpoint.with_name(checkpoint_name(36)))
@@ -115,24 +115,24 @@ def test_a_finished_run_continues_from_its_last_step(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "runs" / spec(0).run)
     journal.end(40, "finished")
     journal.close()
-    assert launch_of([spec(0)], tmp_path).left == 60
+    assert estimate_launch([spec(0)], tmp_path).left == 60
 
 
 def test_a_command_continues_from_the_checkpoint_in_its_journal(tmp_path: Path) -> None:
     """Its checkpoints are in a folder of its own; without one it starts again."""
     write_run(tmp_path, spec(0), 40, 4.0, checkpoint=35)
     shutil.rmtree(tmp_path / "runs" / spec(0).run / "checkpoints")
-    assert launch_of([spec(0)], tmp_path).left == 100
+    assert estimate_launch([spec(0)], tmp_path).left == 100
     journal = Journal(tmp_path / "runs" / spec(0).run)
     journal.attempt(0)
     journal.close()
-    assert launch_of([spec(0)], tmp_path).left == 65
+    assert estimate_launch([spec(0)], tmp_path).left == 65
 
 
 def test_duplicate_members_count_once(tmp_path: Path) -> None:
     """The override `seed=0,0` gives the same member twice."""
     write_run(tmp_path, spec(0), 40, 4.0)
-    estimate = launch_of([spec(0), spec(0)], tmp_path)
+    estimate = estimate_launch([spec(0), spec(0)], tmp_path)
     assert (estimate.members, estimate.steps, estimate.left) == (1, 100, 60)
     assert estimate.price is not None and estimate.price.hours == pytest.approx(6.0)
 
@@ -140,7 +140,7 @@ def test_duplicate_members_count_once(tmp_path: Path) -> None:
 def test_a_branch_costs_the_steps_after_its_parents(tmp_path: Path) -> None:
     write_run(tmp_path, spec(0), 40, 4.0)
     branch = {"branch": {"run": "scalerl-0-8", "step": 30}}
-    estimate = launch_of([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
+    estimate = estimate_launch([replace(spec(1), config={**spec(1).config, **branch})], tmp_path)
     assert estimate.price is not None and (estimate.left, estimate.price.hours) == (70, pytest.approx(7.0))
 
 
@@ -149,25 +149,25 @@ def test_runs_without_a_specification_count_and_broken_ones_do_not(tmp_path: Pat
     broken = tmp_path / "runs" / "broken"
     broken.mkdir()
     (broken / "metrics.jsonl").write_text("[]\n[]\n")
-    estimate = launch_of([spec(0)], tmp_path)
+    estimate = estimate_launch([spec(0)], tmp_path)
     assert estimate.price is not None and estimate.price.hours == pytest.approx(10.0) and estimate.price.runs == 1
 
 
 def test_unknown_costs_and_invalid_limits_are_refused(tmp_path: Path) -> None:
-    unknown = launch_of([spec()], tmp_path)
+    unknown = estimate_launch([spec()], tmp_path)
     assert (
         unknown.price is None
         and "device hours: unknown, because no run here has taken a step" in unknown.sentences()[1]
     )
     assert unknown.sentences(show_unknown=False) == ["1 member (1 recipe, 1 seed), 100 steps"]
     with pytest.raises(UserError, match=r"launch\.like: .*nowhere: no run with device hours"):
-        launch_of([spec()], tmp_path, str(tmp_path / "nowhere"))
+        estimate_launch([spec()], tmp_path, str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"launch\.rate: -1 must be the money"):
-        launch_of([spec()], tmp_path, rate=-1)
+        estimate_launch([spec()], tmp_path, rate=-1)
     with pytest.raises(UserError, match=r"launch\.max_device_hours: 5, but no run says.*launch\.like"):
         check_hours(unknown, 5)
     write_run(tmp_path, spec(1), 10, 1.0)
-    known = launch_of([spec()], tmp_path)
+    known = estimate_launch([spec()], tmp_path)
     check_hours(known, None)
     check_hours(known, 10.5)
     with pytest.raises(UserError, match=r"launch\.max_device_hours: 9, and 100 steps take about 10 by"):
@@ -200,7 +200,7 @@ def study(recipes: int, seeds: int, between: float, seed_sd: float, rng: np.rand
 
 def test_few_comparisons_stay_undecided_if_recipes_differ_much() -> None:
     rng = np.random.default_rng(3)
-    far, same = (foresee(9, 3, study(6, 3, between, 0.01, rng), by="pilot") for between in (0.15, 0.0))
+    far, same = (predict_resolution(9, 3, study(6, 3, between, 0.01, rng), by="pilot") for between in (0.15, 0.0))
     assert far.comparisons == same.comparisons == 8
     assert far.undecided is not None and far.undecided < 2.5
     assert same.undecided is not None and same.undecided > 6.5
@@ -209,7 +209,7 @@ def test_few_comparisons_stay_undecided_if_recipes_differ_much() -> None:
 
 def test_a_single_recipe_has_no_comparison() -> None:
     fits = study(3, 2, 0.05, 0.02, np.random.default_rng(5))
-    for one in (foresee(1, 2, fits, by="pilot"), foresee(1, 2)):
+    for one in (predict_resolution(1, 2, fits, by="pilot"), predict_resolution(1, 2)):
         assert one.comparisons == 0 and "undecided" not in one.sentence
         assert one.sentence.startswith("a single recipe has nothing to be compared with; between two, a difference of")
 
@@ -217,7 +217,7 @@ def test_a_single_recipe_has_no_comparison() -> None:
 @given(st.integers(2, 30), st.integers(1, 30))
 def test_four_times_the_seeds_halve_the_smallest_difference(recipes: int, seeds: int) -> None:
     """The smallest difference falls with the root of the number of seeds. `seeds_needed` does not depend on it."""
-    one, two = foresee(recipes, seeds), foresee(recipes, 4 * seeds)
+    one, two = predict_resolution(recipes, seeds), predict_resolution(recipes, 4 * seeds)
     assert two.smallest == pytest.approx(one.smallest / 2) and one.seeds_needed == two.seeds_needed
     assert one.undecided is None and "published spread" in one.sentence
 
@@ -231,7 +231,7 @@ def test_the_predicted_share_of_undecided_comparisons_matches_simulated_studies(
     predicted, counted = [], []
     for _ in range(12):
         fits = study(5, 3, 0.05, 0.02, rng)
-        share = foresee(5, 3, study(5, 3, 0.05, 0.02, rng)).undecided
+        share = predict_resolution(5, 3, study(5, 3, 0.05, 0.02, rng)).undecided
         assert share is not None
         predicted.append(share / 4)
         best = max(fits, key=lambda fit: fit.curve.reward[-3:].mean()).recipe
@@ -245,8 +245,8 @@ def test_the_predicted_share_of_undecided_comparisons_matches_simulated_studies(
 
 def test_a_design_without_recipes_is_refused() -> None:
     with pytest.raises(UserError, match="0 recipes with 3 seeds is no study"):
-        foresee(0, 3)
-    assert foresee(2, 2, margin=0.0).seeds_needed is None
+        predict_resolution(0, 3)
+    assert predict_resolution(2, 2, margin=0.0).seeds_needed is None
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -323,4 +323,4 @@ def test_plan_with_design_becomes_a_launch_command(
 
 def test_trials_of_a_search_are_not_counted_as_one_recipe(tmp_path: Path) -> None:
     trials = [replace(spec(), run=f"scalerl/{number}") for number in range(3)]
-    assert launch_of(trials, tmp_path).sentences(show_unknown=False) == ["3 trials, 300 steps"]
+    assert estimate_launch(trials, tmp_path).sentences(show_unknown=False) == ["3 trials, 300 steps"]

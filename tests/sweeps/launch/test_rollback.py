@@ -39,7 +39,7 @@ def test_nothing_is_undone_after_a_launch_is_accepted(tmp_path: Path) -> None:
     with Rollback() as rollback:
         change(tmp_path, rollback)
         rollback.commit()
-        rollback.put_back(tmp_path / "later.json", None)
+        rollback.restore_file_on_rollback(tmp_path / "later.json", None)
         (tmp_path / "later.json").write_text("kept")
         assert not rollback.pending
     kept = {"old.json": "twice", "race.jsonl": "looks", "runs/new/spec.json": "{}", "later.json": "kept"}
@@ -58,6 +58,6 @@ def test_a_folder_that_another_process_used_meanwhile_is_kept(tmp_path: Path) ->
 def test_a_binary_file_is_restored(tmp_path: Path) -> None:
     (tmp_path / "optuna.jsonl").write_bytes(b"\xff\x00damaged")
     with Rollback() as rollback:
-        rollback.put_back(tmp_path / "optuna.jsonl", (tmp_path / "optuna.jsonl").read_bytes())
+        rollback.restore_file_on_rollback(tmp_path / "optuna.jsonl", (tmp_path / "optuna.jsonl").read_bytes())
         (tmp_path / "optuna.jsonl").write_text("new")
     assert (tmp_path / "optuna.jsonl").read_bytes() == b"\xff\x00damaged"

@@ -20,15 +20,15 @@ from sweeps.executor.failure import NO_RETRIES
 from sweeps.launch.ledger import Ledger, MemberState
 from sweeps.launch.members import LEASE_NAME
 from sweeps.launch.observer import JOURNALS_PER_UPDATE, SHOWN, Observer, Progress
-from sweeps.launch.price import launch_of
+from sweeps.launch.price import estimate_launch
 from sweeps.launch.status import overview
 from sweeps.launch.study import Study
 from sweeps.run.journal import JOURNAL_FILE, LOG_FILE, Journal, read_journal
 from sweeps.run.lease import LeaseLostError
-from sweeps.run.progress import is_done, last_metrics, why_failed, why_final
+from sweeps.run.progress import final_reason, is_done, last_metrics, why_failed
 from sweeps.run.spec import RunSpec, make_spec
 from sweeps.source import load
-from sweeps.terminal import NeverBlocking
+from sweeps.terminal import NonBlockingWriter
 
 # A member's behaviour: it writes to its directory and returns its exit code.
 Behaviour = Callable[[Path], int]
@@ -455,13 +455,13 @@ def test_a_member_that_ended_for_good_is_finished_under_any_budget(tmp_path: Pat
         assert f"step 2/{steps}, pass rate 0.500; dry" in "".join(printed)
         (view,) = overview(tmp_path)
         assert (view.state, view.reason, view.step) == ("finished", "dry", 2)
-        assert launch_of(specs, tmp_path).left == 0
+        assert estimate_launch(specs, tmp_path).left == 0
     study_read = load([str(tmp_path)])
     assert "(seed 0) ended at step 2: dry" in study_read.curves[0].warnings[0] and study_read.curves[0].ended
     journal = Journal(tmp_path / "runs" / dry.run)
     journal.resume(0)  # a user's own script continues the run
     journal.close()
-    assert not is_done(tmp_path / "runs" / dry.run, 4, dry.run) and why_final(tmp_path / "runs" / dry.run) is None
+    assert not is_done(tmp_path / "runs" / dry.run, 4, dry.run) and final_reason(tmp_path / "runs" / dry.run) is None
 
 
 def test_is_done_follows_the_journal(tmp_path: Path) -> None:
@@ -845,7 +845,7 @@ def test_an_unread_pipe_does_not_block_a_controller(tmp_path: Path, specs: list[
             while True:
                 os.write(writing, b"x" * 65536)
         os.set_blocking(writing, True)
-        progress = Progress(4, 4, every_s=0, write=NeverBlocking(stream).write)
+        progress = Progress(4, 4, every_s=0, write=NonBlockingWriter(stream).write)
         states = Study(tmp_path, specs).run(ScriptedExecutor(), [progress])
         assert {state.state for state in states.values()} == {"finished"}
         # When the pipe is read, the newest lines arrive.

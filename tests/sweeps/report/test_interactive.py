@@ -21,7 +21,7 @@ from sweeps.report import page as report_page
 from sweeps.report.drawing import COLOURS, DASHES, colours, inline_svg, styles, svg
 from sweeps.report.facts import Facts
 from sweeps.report.interactive import library, study_data
-from sweeps.report.labels import cut, shortened
+from sweeps.report.labels import cut, shorten_labels
 from sweeps.report.overlay import overlay_figure
 from sweeps.report.thinning import MANY_POINTS, MAX_HOVERED, even_indices, points_as_dots
 from sweeps.report.write import write_report
@@ -43,7 +43,7 @@ from sweeps.run.rollouts import stored_steps, write_groups
     ],
 )
 def test_labels_leave_out_their_common_part(labels: list[str], short: list[str]) -> None:
-    assert list(shortened(labels).values()) == short
+    assert list(shorten_labels(labels).values()) == short
 
 
 def test_cut_labels_stay_different() -> None:

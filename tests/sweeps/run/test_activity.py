@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sweeps.errors import UserError
-from sweeps.run.activity import HUNG_CODE, Activity, Patience
+from sweeps.run.activity import HUNG_CODE, Activity, HangTimeout
 
 
 class Clock:
@@ -37,20 +37,20 @@ def test_a_run_hangs_if_it_is_silent_for_longer_than_the_limit(
     pauses: Sequence[float], factor: float, at_least_s: float, silence_s: float
 ) -> None:
     clock = Clock()
-    activity, patience = Activity(clock), Patience(factor, at_least_s)
+    activity, patience = Activity(clock), HangTimeout(factor, at_least_s)
     for pause in pauses:
         clock.now += pause
         # The limit follows from the earlier pauses, so a pause longer than all of them may count as a hang.
         allowed = max(at_least_s, factor * activity.longest_s)
-        assert (activity.hung(patience) is not None) == (activity.idle_s > allowed)
+        assert (activity.hang_message(patience) is not None) == (activity.idle_s > allowed)
         activity.note("decode")
     limit_s = max(at_least_s, factor * activity.longest_s)
     assert activity.longest_s == pytest.approx(max(pauses))
     clock.now += silence_s
-    message = activity.hung(patience)
+    message = activity.hang_message(patience)
     assert (message is not None) == (activity.idle_s > limit_s)
     assert message is None or "last activity: decode" in message
-    assert activity.hung(Patience(None, at_least_s)) is None
+    assert activity.hang_message(HangTimeout(None, at_least_s)) is None
 
 
 def test_activity_before_a_run_begins_does_not_count() -> None:
@@ -76,12 +76,12 @@ def test_activity_before_a_run_begins_does_not_count() -> None:
 )
 def test_invalid_values_are_refused(launch: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        Patience.of({"launch": launch})
+        HangTimeout.of({"launch": launch})
 
 
 def test_an_older_configuration_has_the_defaults() -> None:
-    assert Patience.of({}) == Patience.of({"launch": {"threads": 1}}) == Patience()
-    assert Patience.of({"launch": {"hang_factor": None}}).factor is None
+    assert HangTimeout.of({}) == HangTimeout.of({"launch": {"threads": 1}}) == HangTimeout()
+    assert HangTimeout.of({"launch": {"hang_factor": None}}).factor is None
 
 
 HANGS = """

@@ -25,7 +25,7 @@ from sweeps.run.files import (
     write_atomically,
     write_json,
 )
-from sweeps.run.lease import Lease, alive
+from sweeps.run.lease import Lease, holder_facts
 from sweeps.run.spec import SPEC_FILE, RunSpec, budget_of, check_form, curve_of
 
 
@@ -165,7 +165,7 @@ def test_json_that_is_nested_too_deeply_counts_as_unreadable(tmp_path: Path) -> 
     with pytest.raises(UserError, match="does not say how the study was launched"):
         LaunchSettings.read(tmp_path)
     assert LaunchSettings.scheduler_of(tmp_path) is None
-    assert (alive(tmp_path) or {}).get("token") is None
+    assert (holder_facts(tmp_path) or {}).get("token") is None
     lease = Lease(tmp_path, beat_s=0.1, expiry_s=0.5)
     lease.acquire(0)  # a damaged lease file has no heartbeat, so the lease is free
     lease.release()

@@ -26,8 +26,8 @@ from sweeps.run.journal import (
     find_runs,
     read_journal,
 )
-from sweeps.run.progress import is_done, last_metrics, looks_whole, trouble
-from sweeps.run.repair import find_break, mend
+from sweeps.run.progress import is_done, journal_damage, last_metrics, looks_whole
+from sweeps.run.repair import cut_broken_journal, find_break
 from sweeps.run.tail import JournalTail
 from tests.examples import examples
 
@@ -192,7 +192,7 @@ def test_every_reader_detects_a_changed_byte(run_dir: Path) -> None:
             for read in (lambda: read_journal(run_dir), tail.update):
                 with pytest.raises(JournalError, match=f"{path}, line {number + 1}: "):
                     read()
-            assert not looks_whole(run_dir) and f"line {number + 1}" in str(trouble(run_dir, "abc"))
+            assert not looks_whole(run_dir) and f"line {number + 1}" in str(journal_damage(run_dir, "abc"))
             broken = find_break(run_dir)
             assert broken is not None and broken.line == number + 1
     # A damaged last line counts as torn, so the run has no end and is running.
@@ -202,7 +202,7 @@ def test_every_reader_detects_a_changed_byte(run_dir: Path) -> None:
     path.write_bytes(raw.replace(b"0.333", b"0.334"))
     broken = find_break(run_dir)
     assert broken is not None
-    mend(broken)
+    cut_broken_journal(broken)
     assert path.read_bytes().count(b'"crc":"') == 3 and looks_whole(run_dir)
     path.write_bytes(re.sub(rb',"crc":"\w{8}"', b"", raw).replace(b"0.333", b"0.334"))
     assert b"crc" not in path.read_bytes() and looks_whole(run_dir)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from sweeps.errors import UserError
-from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, alive, held_leases, is_held
+from sweeps.run.lease import Lease, LeaseHeldError, LeaseLostError, held_leases, holder_facts, is_held
 from sweeps.run.slurm_job import node_name
 from tests.paths import ROOT
 
@@ -162,10 +162,10 @@ def test_a_released_lease_is_free_at_once(tmp_path: Path) -> None:
             mine.acquire()
             mine.check()
             assert is_held(tmp_path, "writer")
-            assert alive(tmp_path)
+            assert holder_facts(tmp_path)
         assert time.monotonic() - begin < EXPIRY_S
         assert not is_held(tmp_path, "writer")
-        assert alive(tmp_path) is None
+        assert holder_facts(tmp_path) is None
 
 
 def test_a_waiting_contender_gets_the_lease(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_lease_creates_its_directory(tmp_path: Path) -> None:
 
 def test_a_lease_that_was_never_held_is_free(tmp_path: Path) -> None:
     assert not is_held(tmp_path, "writer")
-    assert alive(tmp_path) is None
+    assert holder_facts(tmp_path) is None
     assert lease(tmp_path).holder() == "another process"
 
 
@@ -549,7 +549,7 @@ def test_bad_facts_do_not_stop_the_heartbeat(tmp_path: Path, caplog: pytest.LogC
     observed: list[dict[str, Any]] = []
 
     def read_facts() -> bool:
-        facts_read = alive(tmp_path)
+        facts_read = holder_facts(tmp_path)
         assert facts_read is not None
         observed.append(facts_read)
         return facts_read.get("doing") == "last" and facts_read["beat"] > 6
@@ -680,8 +680,8 @@ def test_a_holder_in_a_container_with_our_hostname_is_not_our_process(tmp_path: 
             patch.setattr("sweeps.run.lease.fcntl.flock", flock)
         container = subprocess.Popen([*_IN_A_CONTAINER, sys.executable, "-c", "\n".join(code), str(tmp_path)], cwd=ROOT)
         try:
-            wait_until(lambda: alive(tmp_path) is not None)
-            facts = alive(tmp_path)
+            wait_until(lambda: holder_facts(tmp_path) is not None)
+            facts = holder_facts(tmp_path)
             assert facts is not None and (facts["host"], facts["pid"]) == (node_name(), 1)
             wait_until(lambda: is_beating(tmp_path))
             assert_refused(tmp_path, rf"process 1 on {re.escape(node_name())} is at work here")

@@ -25,7 +25,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sweeps.run import lease as module
-from sweeps.run.lease import Lease, LeaseLostError, alive
+from sweeps.run.lease import Lease, LeaseLostError, holder_facts
 from tests.examples import examples
 
 BEAT_S, EXPIRY_S = 3.0, 12.0
@@ -240,7 +240,7 @@ def test_exactly_one_contender_holds_the_lease(
         if not stalls:
             assert not lost, "a contender that never stalled lost its lease"
         if not stage.killed and not lost:
-            assert alive(directory) is None
+            assert holder_facts(directory) is None
             assert sorted(path.name for path in directory.iterdir()) == [".writer.json", ".writer.lock"]
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sweeps.errors import UserError
 from sweeps.run.journal import JOURNAL_FILE, Journal, JournalError, covered_step, read_journal
-from sweeps.run.progress import check_own, is_done, looks_whole, trouble
-from sweeps.run.repair import find_break, mend
+from sweeps.run.progress import check_journal_owner, is_done, journal_damage, looks_whole
+from sweeps.run.repair import cut_broken_journal, find_break
 from tests.examples import examples
 
 STEPS, EVERY = 9, 2
@@ -38,7 +38,7 @@ def run_member(run_dir: Path, until: int = STEPS, end: bool = True, keep: int = 
         for path in checkpoints.iterdir():
             if int(path.name) > broken.step:
                 path.unlink()
-        mend(broken)
+        cut_broken_journal(broken)
     covered = covered_step(run_dir)
     for path in checkpoints.iterdir():
         if covered is None or int(path.name) > covered:
@@ -135,9 +135,9 @@ def test_a_line_damaged_anywhere_leaves_no_hole(
             assume(False)  # the damage left a valid record, or only a torn end
             raise AssertionError(view)
         is_done(run_dir, STEPS, "abc")
-        assert trouble(run_dir, "abc") is not None
+        assert journal_damage(run_dir, "abc") is not None
         try:
-            check_own(run_dir, "abc")
+            check_journal_owner(run_dir, "abc")
             broken = find_break(run_dir)
         except UserError as error:  # the header is damaged, so the owner is unknown
             assert str(path) in str(error)
@@ -158,7 +158,7 @@ def test_a_line_damaged_anywhere_leaves_no_hole(
         )
         assert read_journal(run_dir).deterministic() == EXPECTED, "a missing or duplicated record"
         assert is_done(run_dir, STEPS, "abc")
-        assert find_break(run_dir) is None and trouble(run_dir, "abc") is None
+        assert find_break(run_dir) is None and journal_damage(run_dir, "abc") is None
 
 
 def break_journal(run_dir: Path, line: int = 6) -> bytes:
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_a_later_pass_is_not_used_with_earlier_records(tmp_path:
 
 def test_a_repair_records_the_compute_that_was_spent(tmp_path: Path) -> None:
     break_journal(tmp_path)
-    mend(broken) if (broken := find_break(tmp_path)) else pytest.fail("not found")
+    cut_broken_journal(broken) if (broken := find_break(tmp_path)) else pytest.fail("not found")
     view = read_journal(tmp_path)
     assert view.mended is not None
     assert view.mended["metrics"] == {"loss": 1 / (STEPS - 1)}, "metrics of the newest record, although it was lost"
@@ -233,9 +233,9 @@ def test_a_finished_run_with_a_broken_line_counts_as_done(tmp_path: Path) -> Non
         assert is_done(tmp_path, STEPS, "abc")
         assert not is_done(tmp_path, STEPS + 1, "abc")
         assert not looks_whole(tmp_path)
-        assert f"{path}, line {number}: " in (trouble(tmp_path, "abc") or "")
+        assert f"{path}, line {number}: " in (journal_damage(tmp_path, "abc") or "")
     path.write_bytes(b"\n".join(lines))
-    assert looks_whole(tmp_path) and trouble(tmp_path, "abc") is None
+    assert looks_whole(tmp_path) and journal_damage(tmp_path, "abc") is None
 
 
 def test_a_journal_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_journal_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> No
     raw = (tmp_path / JOURNAL_FILE).read_bytes()
     assert is_done(tmp_path, STEPS, "abc") and not is_done(tmp_path, STEPS, "def")
     with pytest.raises(UserError, match=f"{tmp_path / JOURNAL_FILE}: .*another run, abc, in the folder of def; move"):
-        check_own(tmp_path, "def")
-    assert "another run, abc" in (trouble(tmp_path, "def") or "")
-    check_own(tmp_path, "abc")
+        check_journal_owner(tmp_path, "def")
+    assert "another run, abc" in (journal_damage(tmp_path, "def") or "")
+    check_journal_owner(tmp_path, "abc")
     assert (tmp_path / JOURNAL_FILE).read_bytes() == raw
 
 
@@ -253,8 +253,8 @@ def test_a_journal_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> No
 def test_a_journal_that_has_hardly_begun_is_accepted(tmp_path: Path, raw: bytes | None) -> None:
     if raw is not None:
         (tmp_path / JOURNAL_FILE).write_bytes(raw)
-    check_own(tmp_path, "abc")
-    assert (find_break(tmp_path), trouble(tmp_path, "abc"), is_done(tmp_path, 0, "abc")) == (None, None, False)
+    check_journal_owner(tmp_path, "abc")
+    assert (find_break(tmp_path), journal_damage(tmp_path, "abc"), is_done(tmp_path, 0, "abc")) == (None, None, False)
     assert looks_whole(tmp_path) or raw == b"\0\0\0"
 
 
@@ -264,5 +264,5 @@ def test_a_journal_without_its_header_is_not_overwritten(tmp_path: Path, first: 
     path = tmp_path / JOURNAL_FILE
     path.write_bytes(first + b"\n" + path.read_bytes().split(b"\n", 1)[1])
     with pytest.raises(UserError, match=r"line 1: no header .*restore the line, or move the file away"):
-        check_own(tmp_path, "abc")
+        check_journal_owner(tmp_path, "abc")
     assert not is_done(tmp_path, STEPS, "abc")

@@ -14,7 +14,7 @@ from sweeps.executor.failure import BLAMES_NODE, KINDS, kind_of
 from sweeps.run import writer
 from sweeps.run.interruption import RunInterruptedError, ask_to_stop, interruption, requested_stop
 from sweeps.run.spec import RunSpec, make_spec
-from sweeps.run.writer import DuplicateRunError, sole_writer
+from sweeps.run.writer import DuplicateRunError, hold_run_lease
 
 CONFIG = {"loss": {"choice": "cispo"}, "seed": 0, "budget": {"steps": 4}}
 
@@ -32,10 +32,10 @@ def job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("job")
 def test_a_copy_of_a_job_gives_up_after_its_time_as_a_duplicate(tmp_path: Path, spec: RunSpec) -> None:
-    with sole_writer(tmp_path, spec) as first:
+    with hold_run_lease(tmp_path, spec) as first:
         begin = time.monotonic()
         message = r"job 77, process .* gives its allocation back"
-        with pytest.raises(DuplicateRunError, match=message) as caught, sole_writer(tmp_path, spec):
+        with pytest.raises(DuplicateRunError, match=message) as caught, hold_run_lease(tmp_path, spec):
             pytest.fail("two writers at the same time")
         assert 0.6 <= time.monotonic() - begin < 20
         assert first is not None
@@ -55,9 +55,9 @@ def test_a_second_local_writer_is_a_user_error(tmp_path: Path, spec: RunSpec, mo
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(writer, "LEASE_WAIT_S", 0.1)
     with (
-        sole_writer(tmp_path, spec),
+        hold_run_lease(tmp_path, spec),
         pytest.raises(UserError, match="has been writing this run") as caught,
-        sole_writer(tmp_path, spec),
+        hold_run_lease(tmp_path, spec),
     ):
         pytest.fail("two writers at the same time")
     assert not isinstance(caught.value, DuplicateRunError)
@@ -65,11 +65,11 @@ def test_a_second_local_writer_is_a_user_error(tmp_path: Path, spec: RunSpec, mo
 
 @pytest.mark.usefixtures("job")
 def test_a_waiting_copy_stops_on_request(tmp_path: Path, spec: RunSpec) -> None:
-    with sole_writer(tmp_path, spec):
+    with hold_run_lease(tmp_path, spec):
         interruption.request("SIGUSR2")
         try:
             message = r"SIGUSR2 while .* was writing this run"
-            with pytest.raises(RunInterruptedError, match=message), sole_writer(tmp_path, spec):
+            with pytest.raises(RunInterruptedError, match=message), hold_run_lease(tmp_path, spec):
                 pytest.fail("two writers at the same time")
         finally:
             interruption.clear()
@@ -79,7 +79,7 @@ def test_a_waiting_copy_stops_on_request(tmp_path: Path, spec: RunSpec) -> None:
 def test_other_ranks_do_not_wait_for_rank_0_after_a_stop_request(tmp_path: Path, spec: RunSpec) -> None:
     """Rank 0 saw the request before it took the lease, and has ended."""
     ask_to_stop(tmp_path, "no longer needed")
-    with pytest.raises(RunInterruptedError, match="no longer needed"), sole_writer(tmp_path, spec, rank=1):
+    with pytest.raises(RunInterruptedError, match="no longer needed"), hold_run_lease(tmp_path, spec, rank=1):
         pytest.fail("the run has no writer to wait for")
 
 
@@ -91,7 +91,7 @@ def test_a_waiting_copy_takes_over_from_one_on_a_node_that_died(
     monkeypatch.setattr(writer, "EXPIRY_S", 0.5)
     (tmp_path / ".writer.json").write_text(json.dumps({"host": "gone", "pid": 7, "token": "theirs", "job": "77"}))
     begin = time.monotonic()
-    with sole_writer(tmp_path, spec) as lease:
+    with hold_run_lease(tmp_path, spec) as lease:
         assert lease is not None
         lease.check()
     assert 0.5 <= time.monotonic() - begin < 20

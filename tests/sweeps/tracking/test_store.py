@@ -405,7 +405,7 @@ def test_a_problem_with_one_run_does_not_affect_the_others(
     tracker.client.delete_run(sweep.members["a-0"].mlflow_run_id)
     shipper = Shipper(tracker, sweep)
     assert not shipper.run_once() and not shipper.run_once()
-    assert shipper.outage is None and set(shipper.troubles) == {"a-0", "c-0"}
+    assert shipper.outage is None and set(shipper.run_problems) == {"a-0", "c-0"}
     assert len(caplog.records) == 2
     assert len(history(tracker, sweep.members["b-0"].mlflow_run_id, "train/loss")) == 4
     with pytest.raises(UserError, match="not in sweep"):
