@@ -32,8 +32,8 @@ _SEPARATORS = 60  # maximum number of characters between two boxes of one list
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 # GSM8K's mark (####), followed by a number or an expression. A mark followed by words may be a Markdown heading. For
-# linear time, `_MARKED` and `_MARKED_WORD` start only at the first # of a run. Both stop at the next mark, `_MARKED` also
-# at the end of the line.
+# linear time, `_MARKED` and `_MARKED_WORD` start only at the first # of a run. Both stop at the next mark.
+# `_MARKED` also stops at the end of the line.
 _MARKED = re.compile(r"(?<!#)#{4,}+\s*+(?![A-Za-z]{2}|####)(\S(?:[^\n#]|#(?!###))*+)")
 # The mark followed by words and then the end of the text: an answer in words.
 _MARKED_WORD = re.compile(r"(?<!#)#{4,}+\s*+([A-Za-z](?:[^\n:#]|#(?!###))*+)\Z")
