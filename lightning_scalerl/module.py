@@ -332,11 +332,11 @@ class ScaleRL(LightningModule):
 
     def generating(self) -> AbstractContextManager[Generator]:
         """Lend the run's generator for work other than training. Rollouts in flight are paused until it is returned."""
-        return self.sampling.generating()
+        return self.sampling.lend_generator()
 
     def verifying(self) -> AbstractContextManager[Verifiers]:
         """Open the verifiers that grade completions: the driver's in a fit, new verifiers for `Trainer.validate`."""
-        return self.sampling.verifying()
+        return self.sampling.lend_verifiers()
 
     def save_pretrained(self, directory: str | Path, dtype: str = "fp32", adapter: bool = False) -> Path:
         """Write the policy as a folder for `AutoModelForCausalLM.from_pretrained`, with tokenizer and model card.
@@ -455,7 +455,7 @@ class ScaleRL(LightningModule):
         self.exhausted = None
         self.ranks.check_alike("checkpoint: completed steps", steps)
         self.records.begin(self.trainer, self.ranks, self._data_path)
-        self.ranks.share(lambda: self.data_path.publish_again())
+        self.ranks.share(lambda: self.data_path.restore_generator_weights())
         if steps >= self.trainer.max_steps and evaluation_due(self.trainer, steps):
             self.meter.start()
             if not validate_now(self.trainer, last=True):

@@ -121,7 +121,9 @@ def test_recomputing_activations_does_not_change_the_weights(
             runs.append(0)
             layer.self_attn.register_forward_hook(lambda *_: runs.append(runs.pop() + torch.is_grad_enabled()))
 
-    monkeypatch.setattr(policy, "worthwhile", lambda batch: False)  # a shared prompt would be one more forward pass
+    monkeypatch.setattr(
+        policy, "sharing_pays_off", lambda batch: False
+    )  # a shared prompt would be one more forward pass
     overrides = ["batch.micro_batch=12", "precision=fp32"]
     without_recomputing = weights_of(fit(tiny_model_path, steps=1, callbacks=[Counting()], overrides=overrides))
     with_recomputing = weights_of(

@@ -352,7 +352,7 @@ IN_TOGETHER = (
 )
 def test_resume_is_exact(tiny_model_path: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that stops after three steps and resumes in a new module has the same journal and weights, bit for bit."""
-    monkeypatch.setattr(loss_scale_module, "START", FIRST_LOSS_SCALE)
+    monkeypatch.setattr(loss_scale_module, "INITIAL_SCALE", FIRST_LOSS_SCALE)
     recipe, overrides = RESUMED[name]
     keep = Keep()
 
@@ -412,7 +412,7 @@ def test_the_same_module_can_be_fitted_again(
 
     The module must keep or restore critic, reference, running statistics and the loss scale.
     """
-    monkeypatch.setattr(loss_scale_module, "START", FIRST_LOSS_SCALE)
+    monkeypatch.setattr(loss_scale_module, "INITIAL_SCALE", FIRST_LOSS_SCALE)
     overrides, keep = [*WITH_CRITIC, "kl=fixed", "normalization=running", "precision=fp16", "epochs.count=2"], Keep()
     fit(tiny_model_path, steps=4, callbacks=[keep], overrides=overrides)
     expected = curve_of(keep)
@@ -761,7 +761,7 @@ def test_fp16_lowers_its_loss_scale_and_trains(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The initial loss scale is far too large. Every overflow halves it and skips the update, any number in a row."""
-    monkeypatch.setattr(loss_scale_module, "START", 2.0**32)
+    monkeypatch.setattr(loss_scale_module, "INITIAL_SCALE", 2.0**32)
     weights = Weights()
     overrides = ["precision=fp16", "epochs.count=6"]
     fit(tiny_model_path, tmp_path, steps=4, callbacks=[weights], overrides=overrides)
@@ -779,7 +779,7 @@ def test_the_fp16_loss_scale_does_not_change_results(tiny_model_path: str) -> No
     curves = {}
     for start in (2.0**6, 2.0**12):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loss_scale_module, "START", start)
+            patch.setattr(loss_scale_module, "INITIAL_SCALE", start)
             keep = Keep()
             fit(tiny_model_path, steps=1, callbacks=[keep], overrides=["precision=fp16"])
             curves[start] = (keep.of("train/loss")[0], keep.of("train/gradient_norm")[0])
@@ -798,7 +798,7 @@ def test_the_loss_scale_follows_torchs_grad_scaler(finite: list[bool]) -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     theirs = torch.amp.GradScaler("cpu", init_scale=loss_scale_module.INITIAL_SCALE, growth_interval=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_scale_module, "INTERVAL", 3)
+        patch.setattr(loss_scale_module, "GROWTH_INTERVAL", 3)
         ours = LossScale(acts=True)
         for number, is_finite in enumerate(finite):
             optimizer.zero_grad()

@@ -421,7 +421,7 @@ def sample_and_submit(
             conversations.answer(cast(TurnGenerator, generator), report.waiting)
         for finished in report.finished:
             if conversations is not None:
-                conversations.conclude(finished)
+                conversations.store_record(finished)
             _check_version(purpose, finished.rollout, run.completed_steps)
             prompt_index, sample = finished.key, run.sample(prompts[finished.key], finished.rollout)
             group = finished_of.setdefault(prompt_index, {})

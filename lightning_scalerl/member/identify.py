@@ -365,8 +365,8 @@ def _identified(
         if draft.values["race"]["mode"] != "none":
             raise ConfigurationError("race.mode: branches cannot be raced; give race.mode=none")
         parent_identity = cached_identity(draft.parent.spec.config)
-        changed_groups = changed_groups(identity, parent_identity, int(draft.values["budget"]["steps"]), draft.parent)
-        settings = [entry for entry in settings if group_of(entry) in changed_groups]
+        groups = changed_groups(identity, parent_identity, int(draft.values["budget"]["steps"]), draft.parent)
+        settings = [entry for entry in settings if group_of(entry) in groups]
         if draft.parent.optimizer == FRESH:
             settings.append(f"{BRANCH}.optimizer={FRESH}")
     if draft.variant:

@@ -432,4 +432,4 @@ def _write_cache(path: Path, tokens: Sequence[Sequence[int]], opening: Sequence[
 def model_card_facts(rendering: Rendering) -> dict[str, str]:
     """Return the lines of a model card on prompts and stop texts."""
     stop = rendering.chat.stop
-    return {"prompts": rendering.describes, **({"completions end at": ", ".join(map(repr, stop))} if stop else {})}
+    return {"prompts": rendering.description, **({"completions end at": ", ".join(map(repr, stop))} if stop else {})}

@@ -79,6 +79,6 @@ def outside(windows: Sequence[Window], start: int, end: int) -> int:
     Pairs are summed over layers. The result is 0 if no window is shorter than `end`.
     """
     return sum(
-        window.layers * (_triangle(end) - _triangle(start) - window.seen(end) + window.seen(start))
+        window.layers * (_triangle(end) - _triangle(start) - window.visible_pairs(end) + window.visible_pairs(start))
         for window in windows
     )

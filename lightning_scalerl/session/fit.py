@@ -26,7 +26,7 @@ def probe(path: DataPath) -> None:
     """Check that trainer and generator compute the same log-probabilities, before any compute is counted."""
     sampling, trained = path.sampling, path.stage.models.trained
     settings, tokens = sampling.settings(), sampling.sets[TRAINING].tokens[0]
-    with sampling.generating() as generator:
+    with sampling.lend_generator() as generator:
         start_probe(generator, trained, tokens, path.stream.completed_steps, settings.phrase, settings.thinking_ended)
 
 

@@ -43,7 +43,7 @@ def check_memory(models: Models, recipe: Recipe, choices: Choices) -> str:
     try:
         with torch.random.fork_rng(devices=[]):  # making a model draws random numbers
             memory, remedy = memory_and_advice(
-                skeleton, recipe, ranks.count, strategy, slots, cache_gib, limit, ranks.partners
+                skeleton, recipe, ranks.count, strategy, slots, cache_gib, limit, ranks.tensor_parallel_size
             )
     except Exception as error:  # a model that cannot be analysed without data may still train
         _log.warning("memory: cannot be predicted for this model (%r); the run starts without the check", error)

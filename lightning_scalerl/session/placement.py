@@ -142,7 +142,7 @@ def shard_models(models: Models) -> None:
         if not isinstance(root, nn.Module) or is_sharded(root):
             continue
         names = names_in_files(root, blank, files) if has_no_data(root) and files is not None else None
-        if ranks.partners > 1:
+        if ranks.tensor_parallel_size > 1:
             parallelize(root, mesh["tensor_parallel"])
         shard(root, mesh["data_parallel"])
         if names is not None and files is not None:
@@ -151,4 +151,4 @@ def shard_models(models: Models) -> None:
             root.to(models.device)
             within(root, lambda: check_model(policy, models.packed))
         if isinstance(root, Policy):
-            root.agree = ranks.all_would
+            root.agree = ranks.true_on_all

@@ -100,7 +100,7 @@ class Sampling:
         prompts = self.sets[TRAINING].prompts
         shown = self.rendering.text(prompts[0])
         return [
-            *(prompt_set.describes(name) for name, prompt_set in self.sets.items()),
+            *(prompt_set.describe(name) for name, prompt_set in self.sets.items()),
             f"prompts: {self.rendering.description}; the first prompt as the model reads it:",
             *(f"  | {line}" for line in (shown if len(shown) < 2000 else f"{shown[:2000]} ...").splitlines()),
             *self.rendering.notes(prompts),

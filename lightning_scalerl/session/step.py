@@ -38,7 +38,7 @@ def count_mechanisms(path: DataPath, batch: TrainBatch, passes: Sequence[Pass]) 
 @contextmanager
 def _probing(path: DataPath) -> Iterator[None]:
     """Count the time of a generator probe as the meter phase `driver.probe_phase`."""
-    with path.meter.phase(path.driver.probe_phase), path.driver.asking():
+    with path.meter.phase(path.driver.probe_phase), path.driver.probing():
         yield
 
 
@@ -57,7 +57,7 @@ def metrics_of(path: DataPath, updates: Updates, batch: TrainBatch, passes: Sequ
         **path.meter.reward_rate(sum(float(group.rewards.sum()) for group in batch.groups)),
         **path.stream.watch.metrics(),
         **updates.skipped.metrics(),
-        **({"train/loss_scale": updates.loss_scale.factor} if updates.loss_scale.acts else {}),
+        **({"train/loss_scale": updates.loss_scale.factor} if updates.loss_scale.enabled else {}),
         **path.alarm.observe(truncated_at_context_limit(metrics), steps),
         **path.mechanism.metrics(),
     }

@@ -168,7 +168,7 @@ class LiveDriver:
             except KeyError:  # the rollout's engine was lost meanwhile, and the rollout is sampled again
                 conversations.leave(rollout_key)
         for finished in report.finished:
-            conversations.conclude(finished)
+            conversations.store_record(finished)
 
     def _grade(self, bundle: Sequence[tuple[RolloutKey, Sample]]) -> None:
         """Submit the samples of `RolloutStream.ended` for grading; do nothing if there are none."""

@@ -46,10 +46,10 @@ def run_forward_passes(
     """
     kl = choices.kl
     passes: list[tuple[tuple[str, ...], Callable[[TrainBatch], Sequence[Tensor]]]] = []
-    if choices.needs_anchor and kl.reads_vocabulary and not choices.kl_in_update:
+    if choices.needs_logprobs_before_update and kl.reads_vocabulary and not choices.kl_in_update:
         # The policy returns log-probabilities, entropies and divergences; leave out the entropies.
         passes.append((("anchor_logprobs", "divergences"), lambda part: policy(part, teacher=reference)[::2]))
-    elif choices.needs_anchor:
+    elif choices.needs_logprobs_before_update:
         passes.append((("anchor_logprobs",), lambda part: policy(part)[:1]))
     if isinstance(reference, Policy) and not kl.reads_vocabulary:
         packs = kl.reference is None or reference.packs

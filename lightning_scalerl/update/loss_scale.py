@@ -81,7 +81,7 @@ class SkippedUpdates:
             CannotGoOnError: too many updates in a row were not finite.
         """
         # Read the scale before `scale.update` can halve it: this gradient was computed with the old scale.
-        overflow = scale.acts and scale.factor > 1.0
+        overflow = scale.enabled and scale.factor > 1.0
         scale.update(finite)
         if finite:
             self._in_a_row = 0

@@ -104,16 +104,16 @@ class ChargeLedger:
         """
         if not self.used:
             return {}
-        axes = {f"compute/judge_{name}": self.training.by_name()[name] for name in self._nonzero_names()}
+        axes = {f"compute/judge_{name}": self.training.by_metric_name()[name] for name in self._nonzero_names()}
         return axes | {f"verify/judge_{name}": float(count) for name, count in self._answers.items()}
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the judges' costs in evaluations, which are on no compute axis; empty without a judge."""
-        return {f"eval_cost/judge_{name}": self.evaluation.by_name()[name] for name in self._nonzero_names()}
+        return {f"eval_cost/judge_{name}": self.evaluation.by_metric_name()[name] for name in self._nonzero_names()}
 
     def _nonzero_names(self) -> list[str]:
         """Return the names of the sums that are not 0. Sums stay 0 without prices, or without reported tokens."""
-        training, evaluation = self.training.by_name(), self.evaluation.by_name()
+        training, evaluation = self.training.by_metric_name(), self.evaluation.by_metric_name()
         return [name for name in training if training[name] or evaluation[name]]
 
     def state_dict(self) -> dict[str, Any]:

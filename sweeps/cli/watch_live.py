@@ -173,8 +173,8 @@ def _screen(reader: _Reader, fits: LiveRanking, height: int | None = None) -> Sc
         ranking=fits.ranking,
         ranked_s=time.monotonic() - fits.ranked_s,
         behind=sum(len(curve.compute) for curve in reader.study.curves) - fits.evaluations,
-        waiting=screen.waiting or fits.trouble,
-        warnings=(*([fits.trouble] if fits.trouble and fits.ranking else []), *departed, *screen.warnings),
+        waiting=screen.waiting or fits.last_error,
+        warnings=(*([fits.last_error] if fits.last_error and fits.ranking else []), *departed, *screen.warnings),
         height=height,
     )
 

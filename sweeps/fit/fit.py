@@ -319,7 +319,7 @@ def _with_estimates(empty: Fit, points: Points, inputs: OutlookInputs, parameter
         parameters: number of fitted parameters.
     """
     options, outlook = empty.options, inputs.outlook
-    draws, line = outlook.draws, outlook.line_at(points.compute)
+    draws, line = outlook.draws, outlook.fitted_line_at(points.compute)
     excluded = {bad.seed for bad in empty.bad_seeds}
     labels = [str(label) for label in np.unique(empty.curve.seed) if str(label) not in excluded]
     excess, informing = seed_scatter(points, line, outlook, labels)
@@ -385,7 +385,7 @@ def interval_of(draws: Array) -> Interval:
 def _refit_robustly(points: Points, inputs: OutlookInputs) -> OutlookInputs:
     """Move outliers towards the fitted line and fit again. This approximates Huber's robust fit (1964)."""
     for _ in range(_ROBUST_ROUNDS):
-        line = inputs.outlook.line_at(points.compute)
+        line = inputs.outlook.fitted_line_at(points.compute)
         residual = points.reward - line
         # 1.4826 x the median absolute residual is a standard deviation that outliers do not affect.
         limit = HUBER * max(1.4826 * float(np.median(np.abs(residual))), 1e-7 * inputs.width)

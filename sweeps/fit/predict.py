@@ -196,7 +196,7 @@ def fitted_line(fit: Fit, compute: Array) -> Array:
     """
     if fit.draws is None or fit.outlook is None:
         raise ValueError(f"recipe {fit.recipe!r} has no fit: {fit.verdict}, {fit.reason}")
-    return fit.outlook.line_at(compute)
+    return fit.outlook.fitted_line_at(compute)
 
 
 def confidence_curve(fit: Fit) -> tuple[Array, Array]:

@@ -106,7 +106,7 @@ class Controller:
         """Plan new members, reattach running ones, and queue the others for submission."""
         for name in self._decider.files if self._decider is not None else []:
             path = self.records.study.directory / name
-            self.records.rollback.put_back(path, path.read_bytes() if path.exists() else None)
+            self.records.rollback.restore_file_on_rollback(path, path.read_bytes() if path.exists() else None)
         done = {run: self.records.why_final(run) for run in self.records.specs if self.records.is_done(run)}
         actions = decisions.first_actions(self.records.members(), done, self._policy)
         wanted = [action for action in actions if isinstance(action, Submit | Reattach)]
@@ -466,7 +466,7 @@ class Records:
             run_dir = self.study.run_dir(spec)
             self.rollback.remove(run_dir)
             if (replaced := spec.write(run_dir, texts)) is not None:
-                self.rollback.put_back(run_dir / SPEC_FILE, replaced)
+                self.rollback.restore_file_on_rollback(run_dir / SPEC_FILE, replaced)
 
         self.rollback.remove(self.study.directory / RUNS_DIR)
         pool = ThreadPoolExecutor(WRITERS)
@@ -502,7 +502,7 @@ class Records:
         """Remove an earlier stop request of a member that is about to be submitted."""
         path = run_dir / STOP_FILE
         if path.exists():
-            self.rollback.put_back(path, path.read_bytes())
+            self.rollback.restore_file_on_rollback(path, path.read_bytes())
             clear_stop_request(run_dir)
 
     def accept(self, files: Mapping[Path, str]) -> None:

@@ -64,8 +64,8 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
         if known and spec.curve not in known:
             raise UserError(
                 f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
-                f"{_describe_difference(spec, runs_dir / next(iter(known.values())))}; give these a folder of their own "
-                "(study=NAME), or sweep both values in one launch into a new folder, which labels them apart"
+                f"{_describe_difference(spec, runs_dir / next(iter(known.values())))}; give these a folder of their "
+                "own (study=NAME), or sweep both values in one launch into a new folder, which labels them apart"
             )
 
 

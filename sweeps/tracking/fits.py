@@ -164,7 +164,7 @@ def publish(
         raise UserError(f"artifacts {', '.join(missing)}: no such file; nothing was published")
     keys = ChartKeys(eval_set, UNITS.get(tracker.axis, tracker.axis.removeprefix("compute/")))
     created: list[str] = []
-    with tracker.reaching("publishing fits"):
+    with tracker.store_errors("publishing fits"):
         runs = tracker.sweep_runs(sweep)
         earlier = [r.info.run_id for r in runs if r.data.tags.get("kind") in ("fit", "band")]
         parent = next((r for r in runs if r.info.run_id == sweep.parent_id), None)

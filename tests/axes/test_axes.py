@@ -182,7 +182,7 @@ def test_a_user_axis_joins_the_choices() -> None:
     assert ours.on("shift") is ours.user_axes["shift"] and row().on("shift") is None
     assert type(By(1.0).neutral_choice()) is NoShift
     assert [axis for axis, _ in ours.items()] == [*AXES, "shift"]
-    assert ours.having(NoShift()).user_axes["shift"].same_as(NoShift())
+    assert ours.replacing(NoShift()).user_axes["shift"].same_as(NoShift())
     assert By(1.0).adjust_reward(0.5, None) == 0.5  # type: ignore[arg-type]
 
 

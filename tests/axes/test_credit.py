@@ -165,7 +165,7 @@ def test_the_gradient_equals_a_float64_loop_over_tokens(choices: Choices) -> Non
     for rollout in group.rollouts:
         rollout.tokens = [1 + (3 * place + len(rollout.tokens)) % 15 for place in range(len(rollout.tokens))]
     parameters = list(model.parameters())
-    batch = assemble([group], choices.having(SampleAggregation()).having(Reinforce()), max_new_tokens=16)
+    batch = assemble([group], choices.replacing(SampleAggregation()).replacing(Reinforce()), max_new_tokens=16)
 
     logprobs = model(batch.tokens).logits.log_softmax(-1)
     rows, width = batch.advantages.shape
@@ -174,7 +174,7 @@ def test_the_gradient_equals_a_float64_loop_over_tokens(choices: Choices) -> Non
         for column in range(int(batch.lengths[row_number] - batch.completion_start[row_number])):
             place = int(batch.completion_start[row_number]) + column
             aligned[row_number, column] = logprobs[row_number, place - 1, batch.tokens[row_number, place]]
-    (term,) = terms(choices.having(SampleAggregation()).having(Reinforce()))
+    (term,) = terms(choices.replacing(SampleAggregation()).replacing(Reinforce()))
     ours = torch.autograd.grad(term.reduce(Scored(batch, aligned, torch.zeros_like(aligned))), parameters)
 
     # The same loss by a loop over tokens.

@@ -20,7 +20,7 @@ from lightning_scalerl.update.terms import loss_weights
 from tests.axes.test_contract import CREDIT, each_aggregation, each_loss, total_loss
 from tests.helpers import make_group
 
-MASK = CREDIT.having(MaskTruncated())
+MASK = CREDIT.replacing(MaskTruncated())
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]]
 # Per group: the rollouts that hit the limit. None in the second group, all in the third.
 TRUNCATED = [{1, 2}, set(), {0, 1, 2, 3}, {3}]
@@ -72,7 +72,7 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
     groups = groups_of([{1, 2}, set()], rewards)
 
     def advantages(normalization: Any) -> list[float]:
-        batch = assemble(groups, MASK.having(normalization), max_new_tokens=8)
+        batch = assemble(groups, MASK.replacing(normalization), max_new_tokens=8)
         return [round(value, 5) for value in batch.advantages[:, 0].tolist()]
 
     assert advantages(NoNormalization()) == [0.5, 0.5, 0.25, 0.25, 0.25, -0.75]
@@ -86,7 +86,7 @@ def test_masked_rewards_stay_in_baseline_and_scale() -> None:
 def test_masked_rewards_count_for_the_filter() -> None:
     """Only the truncated rollout differs, and the filter keeps the group. A dropped group counts nowhere."""
     groups = groups_of([{3}, {0}], [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    batch = assemble(groups, MASK.having(ZeroVariance()).having(NoNormalization()), max_new_tokens=8)
+    batch = assemble(groups, MASK.replacing(ZeroVariance()).replacing(NoNormalization()), max_new_tokens=8)
     assert (batch.denominators.prompts, batch.denominators.samples) == (1, 3)
     assert batch.advantages[:, 0].tolist() == [0.25, 0.25, 0.25]
 
@@ -138,7 +138,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
         for i, rollout in enumerate(group.rollouts)
     }
     expected, expected_gradient = loss_by_hand(groups, logprobs, type(aggregation).__name__)
-    choices = MASK.having(CISPO(max_ratio=5.0)).having(aggregation)
+    choices = MASK.replacing(CISPO(max_ratio=5.0)).replacing(aggregation)
     batch = assemble(groups, choices, max_new_tokens=8)
     trainer_logprobs = logprob_table(batch, logprobs)
     loss = total_loss(batch, trainer_logprobs, choices.loss, aggregation, batch.denominators)
@@ -156,7 +156,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation(aggregation: Any, tr
 @each_loss
 @each_aggregation
 def test_a_batch_of_only_truncated_rollouts_is_a_step_without_loss(loss: Any, aggregation: Any) -> None:
-    choices = MASK.having(loss).having(aggregation)
+    choices = MASK.replacing(loss).replacing(aggregation)
     batch = assemble(groups_of([{0, 1, 2, 3}] * 4), choices, max_new_tokens=8)
     assert (batch.rollouts, len(batch.groups)) == (0, 4)
     assert batch.denominators == Denominators(prompts=0, samples=0, tokens=0, max_tokens=8, scored_samples=16)

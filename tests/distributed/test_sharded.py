@@ -154,7 +154,7 @@ def test_export_validate_and_another_fit_after_a_sharded_fit(tiny_model_path: st
             return gather_state(state, keep)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trained, "gathered", count_gathered)
+            patch.setattr(trained, "gather_state", count_gathered)
             module.save_pretrained(tmp_path / "exported")
         assert set(gathered_at_once) == {1} and len(gathered_at_once) == len(module.policy.model.state_dict())
         trainer = module.trainer

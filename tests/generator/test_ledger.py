@@ -83,7 +83,7 @@ class Engines(RuleBasedStateMachine):
     def one_is_lost(self, data: st.DataObject) -> None:
         lost = data.draw(st.sampled_from(self.up))
         self.up.remove(lost)
-        self.ledger.keep_only(self.up)
+        self.ledger.requeue_others(self.up)
         assert not self.ledger.unfinished(lost)
 
     @rule()
@@ -116,7 +116,7 @@ class Engines(RuleBasedStateMachine):
     def comes_back(self) -> None:
         self.finish()
         self.ledger, self.submitted, self.returned = self.set_aside.pop()
-        self.ledger.keep_only(self.up)
+        self.ledger.requeue_others(self.up)
 
     @invariant()
     def nothing_comes_twice_or_is_lost(self) -> None:
@@ -125,10 +125,10 @@ class Engines(RuleBasedStateMachine):
 
     def finish(self) -> None:
         """With one working engine, all rollouts are returned."""
-        self.ledger.keep_only([])
+        self.ledger.requeue_others([])
         self.up.append(self.next_engine)
         self.next_engine += 1
-        self.ledger.keep_only(self.up)
+        self.ledger.requeue_others(self.up)
         for _ in range(10 * (1 + len(self.submitted))):
             self.dispatch()
             for _, name, completions in list(self.sent):

@@ -74,7 +74,7 @@ def batch_of(choices: Choices, groups: list[Group], drift: float = 0.0, away: fl
     noise, reference_noise, values = torch.randn(3, *batch.loss_mask.shape, generator=source)
     logprobs = batch.generator_logprobs + drift * noise * batch.loss_mask
     outputs: dict[str, Any] = {}
-    if choices.needs_anchor:
+    if choices.needs_logprobs_before_update:
         outputs["anchor_logprobs"] = logprobs
     if choices.kl.where:
         outputs["reference_logprobs"] = logprobs + away * reference_noise * batch.loss_mask

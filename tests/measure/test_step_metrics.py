@@ -24,7 +24,7 @@ from lightning_scalerl.stream.credit import assemble
 from tests.axes.test_contract import CREDIT
 from tests.helpers import make_group
 
-CHOICES = CREDIT.having(CISPO(max_ratio=1.5)).having(PromptAggregation())
+CHOICES = CREDIT.replacing(CISPO(max_ratio=1.5)).replacing(PromptAggregation())
 
 
 # A pass without scored tokens.
@@ -118,7 +118,7 @@ def test_shares_count_all_sampled_rollouts_with_or_without_credit() -> None:
     """Filter and mask change which groups and rollouts count as credited, but no other share."""
     groups = some_groups()
     whole = step_metrics(assemble(groups, CHOICES, 20), NOT_SCORED, CHOICES, 2)
-    masked = CHOICES.having(ZeroVariance()).having(MaskTruncated())
+    masked = CHOICES.replacing(ZeroVariance()).replacing(MaskTruncated())
     metrics = step_metrics(assemble(groups, masked, 20), NOT_SCORED, masked, 2)
     credit_metrics = {name for name in metrics if name.startswith(("train/groups_kept", "train/credited_"))}
     assert metrics["train/groups_kept"] == pytest.approx(2 / 3)
@@ -133,7 +133,7 @@ def test_shares_count_all_sampled_rollouts_with_or_without_credit() -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
 def test_token_metrics_do_not_depend_on_the_micro_batches(size: int, junk: float) -> None:
     """Metrics equal numpy's over all credited tokens at once. Forced and padded positions do not count."""
-    choices = CHOICES.having(MaskTruncated())
+    choices = CHOICES.replacing(MaskTruncated())
     batch = assemble(some_groups(), choices, max_new_tokens=20)
     width = batch.loss_mask.shape[1]
     generator = torch.Generator().manual_seed(1)
@@ -168,7 +168,7 @@ def test_a_step_without_credit_reports_numbers_and_no_means_over_tokens() -> Non
     for group in groups:
         for rollout in group.rollouts:
             rollout.finish_reason = "length"
-    choices = CHOICES.having(MaskTruncated())
+    choices = CHOICES.replacing(MaskTruncated())
     metrics = step_metrics(assemble(groups, choices, 20), NOT_SCORED, choices, 1)
     assert all(math.isfinite(value) for value in metrics.values())
     assert (metrics["train/truncated"], metrics["train/groups_kept"], metrics["train/credited_tokens"]) == (1, 0, 0)

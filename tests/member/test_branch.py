@@ -178,7 +178,7 @@ def test_a_stopped_branch_continues_without_its_parent(family: Family, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed_in", ["fetch_checkpoint", "_copy_passes", "Journal.checkpoint"])
+@pytest.mark.parametrize("killed_in", ["copy_checkpoint", "_copy_passes", "Journal.checkpoint"])
 def test_a_branch_killed_while_it_starts_begins_again(family: Family, killed_in: str, tmp_path: Path) -> None:
     spec = family.branch("budget.steps=7", output=tmp_path.name)
 

@@ -300,7 +300,7 @@ def test_prompts_beyond_their_budget_are_refused_or_dropped_and_counted() -> Non
     kept = fitting(sets, tokens, 5, "drop")
     assert [prompt.prompt_id for prompt in kept["training"].prompts] == ["p0", "p2"]
     assert (kept["training"].dropped, kept["held-out"].dropped) == (2, 0)
-    assert "2 too long, left out" in kept["training"].describes("training")
+    assert "2 too long, left out" in kept["training"].describe("training")
     with pytest.raises(ConfigurationError, match="2 of 2 held-out prompts"):
         fitting({"held-out": heldout[0]}, {"held-out": heldout[1]}, 1, "drop")
     with pytest.raises(ConfigurationError, match=r"'p0' .* has no tokens"):

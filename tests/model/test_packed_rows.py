@@ -59,7 +59,7 @@ each_family = pytest.mark.parametrize("family", every(3, FAMILIES))
 @pytest.fixture
 def never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn off shared prompts, which take another code path than packed rows."""
-    monkeypatch.setattr(policy_module, "worthwhile", lambda batch: False)
+    monkeypatch.setattr(policy_module, "sharing_pays_off", lambda batch: False)
 
 
 def record_input_shapes(model: nn.Module) -> list[tuple[int, ...]]:

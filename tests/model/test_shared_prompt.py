@@ -79,7 +79,7 @@ def plain_and_shared(
     policy = Policy(model, Precision("fp32", False, False)).eval()
     results = []
     for share in (False, True):
-        monkeypatch.setattr(policy_module, "worthwhile", lambda batch, share=share: share)
+        monkeypatch.setattr(policy_module, "sharing_pays_off", lambda batch, share=share: share)
         policy.zero_grad()
         logprobs, entropies = policy(batch, entropy_gradient=True)
         weights = torch.linspace(0.5, 2.0, logprobs.numel()).reshape(logprobs.shape)

@@ -308,7 +308,7 @@ def credited(picked: Choices, with_forced: bool) -> TrainBatch:
 
     rows = replace(
         batch,
-        anchor_logprobs=before("proximal_logprobs", picked.needs_anchor),
+        anchor_logprobs=before("proximal_logprobs", picked.needs_logprobs_before_update),
         reference_logprobs=before("reference_logprobs", bool(picked.kl.where)),
         values=before("values", picked.critic.has_values),
     )
@@ -404,10 +404,10 @@ def other_choices(right: Choices) -> Iterator[Choices]:
     regions = (DPPO("tv", 0.05, 0.05), DPPO("tv", 0.02, 0.02), DPPO("kl", 0.02, 0.02), DPPO("kl", 0.01, 0.01))
     for loss in (*clipped, *sequences, *regions, SAPO(1.0, 2.0), SAPO(2.0, 1.05), right.loss):
         for aggregation in (TOKEN, SAMPLE, PROMPT, SUM, CONSTANT):
-            yield right.having(loss).having(aggregation)
-    yield from map(right.having, other_corrections(right))
-    yield from map(right.having, other_credit(right))
-    yield from map(right.having, other_terms(right))
+            yield right.replacing(loss).replacing(aggregation)
+    yield from map(right.replacing, other_corrections(right))
+    yield from map(right.replacing, other_credit(right))
+    yield from map(right.replacing, other_terms(right))
 
 
 def other_corrections(right: Choices) -> list[DesignChoice]:

@@ -150,7 +150,7 @@ def batch_of() -> TrainBatch:
         rollout.tokens, rollout.weight_versions, rollout.sources = [1] * size, [0] * size, [0] * size
         rollout.generator_logprobs = [-1.0] * size
     rollouts[1].finish_reason = "length"
-    return assemble(groups, CREDIT.having(MaskTruncated()), max_new_tokens=5)
+    return assemble(groups, CREDIT.replacing(MaskTruncated()), max_new_tokens=5)
 
 
 @pytest.mark.parametrize(("devices", "seconds"), [(1, 100 + 220), (2, 100 + 110), (16, 100 + 220 / 16)])
@@ -164,7 +164,7 @@ def test_a_step_without_credit_takes_the_fixed_time() -> None:
     groups = [make_group([1.0, 0.0])]
     for rollout in groups[0].rollouts:
         rollout.finish_reason = "length"
-    batch = assemble(groups, CREDIT.having(MaskTruncated()), max_new_tokens=5)
+    batch = assemble(groups, CREDIT.replacing(MaskTruncated()), max_new_tokens=5)
     assert model(trainer_devices=3).train_step_s(batch) == 100
 
 

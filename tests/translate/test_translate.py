@@ -373,7 +373,7 @@ def test_every_choice_on_every_axis_is_set_or_listed(to: str) -> None:
     for axis, choices in by_axis.items():
         texts: dict[str, DesignChoice] = {}
         for choice in choices:
-            result = TRAINERS[to](replace(plain, recipe=replace(plain.recipe, choices=plain.choices.having(choice))))
+            result = TRAINERS[to](replace(plain, recipe=replace(plain.recipe, choices=plain.choices.replacing(choice))))
             listed = [vars(entry) for entry in result.missing if entry.key.split(".")[0] == axis]
             assert listed or axis in result.axes, f"{axis}={choice.semantics()}: neither set nor listed"
             axis_settings = {name: result.settings.get(name) for name in result.axes.get(axis, [])}

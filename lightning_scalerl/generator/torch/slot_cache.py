@@ -196,7 +196,7 @@ def decode(model: nn.Module, cache: SlotCache, tokens: Tensor, position: Tensor)
 
     Shapes: tokens (rows,), position (rows,): the index of each token in its sequence.
     """
-    cache.aim(position)
+    cache.set_positions(position)
     visible = torch.arange(cache.width, device=position.device) <= position.unsqueeze(1)
     states: Tensor = backbone(model)(
         input_ids=tokens.unsqueeze(1),

@@ -59,7 +59,7 @@ HOSTILE = [
 
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "freeze_code", lambda folder: {"commit": None})
+    monkeypatch.setattr(manifest, "record_code", lambda folder: {"commit": None})
 
 
 def script_of(

@@ -14,9 +14,9 @@ def change(folder: Path, rollback: Rollback) -> None:
     (folder / "runs" / "new").mkdir(parents=True)
     (folder / "runs" / "new" / "spec.json").write_text("{}")
     for text in ("once", "twice"):
-        rollback.put_back(folder / "old.json", (folder / "old.json").read_bytes())
+        rollback.restore_file_on_rollback(folder / "old.json", (folder / "old.json").read_bytes())
         (folder / "old.json").write_text(text)
-    rollback.put_back(folder / "race.jsonl", None)
+    rollback.restore_file_on_rollback(folder / "race.jsonl", None)
     (folder / "race.jsonl").write_text("looks")
     rollback.call((folder / "undone").touch)
 
