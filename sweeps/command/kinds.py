@@ -65,7 +65,7 @@ def _any_of(*checks: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 # By dotted key: the check of a value, and a description of valid values. A group comes before its settings. Settings
-# that are missing here are checked by `RaceSettings`, by `Patience`, or where they are used.
+# that are missing here are checked by `RaceSettings`, by `HangTimeout`, or where they are used.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "command": (_is_group, "a group of settings"),
     "command.line": (_any_of(_is_text, _list_of(_is_scalar)), "a command line, or a list of words"),

@@ -411,7 +411,7 @@ def test_a_members_folder_is_exported_resumed_and_cleaned_up(
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         fill = export.read_into
-        patch.setattr(export, "fill", lambda *overrides: (read.append(len(overrides[-1])), fill(*overrides)))
+        patch.setattr(export, "read_into", lambda *overrides: (read.append(len(overrides[-1])), fill(*overrides)))
         patch.setattr(export, "save_model", None)
         assert main(["export", str(run), str(tmp_path / "model")]) == 0
     assert {*read} == {1}  # one tensor at a time

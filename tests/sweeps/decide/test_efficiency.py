@@ -50,7 +50,7 @@ def patch_arrivals(monkeypatch: pytest.MonkeyPatch, *times: list[float]) -> None
     """Make recipes reach the common reward at these computes: one list of four draws per recipe."""
     drawn = itertools.cycle(times)
     for module in ("reward", "pairwise"):
-        monkeypatch.setattr(f"sweeps.decide.{module}.first_above", lambda *_: np.tile(next(drawn), 500))
+        monkeypatch.setattr(f"sweeps.decide.{module}.first_compute_above", lambda *_: np.tile(next(drawn), 500))
 
 
 def test_draws_that_never_arrive_do_not_make_a_recipe_slow(monkeypatch: pytest.MonkeyPatch) -> None:

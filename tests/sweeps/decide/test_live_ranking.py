@@ -76,9 +76,9 @@ def test_a_failed_ranking_is_reported_and_the_next_is_tried(live: LiveRanking, m
 
     monkeypatch.setattr("sweeps.decide.rank.rank", broken)
     live.set_curves(RECIPES[:1])
-    wait_for(lambda: live.trouble)
-    assert live.trouble == "the curves cannot be ranked: BrokenError: as a test has it" and live.ranking is None
+    wait_for(lambda: live.last_error)
+    assert live.last_error == "the curves cannot be ranked: BrokenError: as a test has it" and live.ranking is None
     monkeypatch.undo()
     live.set_curves(RECIPES[1:])
     wait_for(lambda: live.ranking)
-    assert live.trouble == ""
+    assert live.last_error == ""

@@ -252,7 +252,7 @@ def test_the_fastest_recipe_is_shown_only_if_known() -> None:
 
 def test_no_recipe_is_fastest_if_no_draw_reaches_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the first recipe must not be called the fastest."""
-    monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
+    monkeypatch.setattr("sweeps.decide.reward.first_compute_above", lambda paths, *_: np.full(len(paths), np.inf))
     reward_table = rewards(fit_curves([curve("a"), curve("b", a=0.5)]))
     assert reward_table is not None and "(highest with P > 0.99)" in reward_table.sentence
     assert reward_table is not None and reward_table.reward is not None and reward_table.fastest is None

@@ -872,5 +872,5 @@ def nothing() -> Iterator[None]:
 def light(patch: pytest.MonkeyPatch) -> None:
     """Replace slow parts that are tested elsewhere: fsync, and freezing the code. Make leases mortal."""
     patch.setattr("os.fsync", lambda descriptor: None)
-    patch.setattr("sweeps.executor.node.manifest.freeze_code", lambda folder: {"commit": None})
+    patch.setattr("sweeps.executor.node.manifest.record_code", lambda folder: {"commit": None})
     patch.setattr(sweeps.launch.study, "Lease", MortalLease)

@@ -239,7 +239,7 @@ def test_an_adoption_killed_before_the_ledger_entry_continues(tmp_path: Path, mo
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    for name in ("_record", "write_atomically"):
+    for name in ("_record_in_ledger", "write_atomically"):
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(adoption, name, killed)
             adopt(tmp_path / "study", [str(source)], ["loss,seed"])
@@ -252,7 +252,7 @@ def test_an_adoption_killed_before_the_ledger_entry_continues(tmp_path: Path, mo
     ] == ["finished"]
 
 
-@pytest.mark.parametrize("at", ["end", "_record"])
+@pytest.mark.parametrize("at", ["end", "_record_in_ledger"])
 def test_an_adoption_killed_while_a_run_grows_continues(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

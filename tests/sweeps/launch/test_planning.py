@@ -139,7 +139,7 @@ def is_gone(pid: int) -> bool:
 
 def planning_code(marker: Path) -> str:
     lists = [["sleep", str(marker)]]
-    return f"from sweeps.launch.planning import plan_apart; plan_apart({PLANNER!r}, {lists!r}, [])"
+    return f"from sweeps.launch.planning import plan_in_subprocess; plan_in_subprocess({PLANNER!r}, {lists!r}, [])"
 
 
 def test_ctrl_c_ends_both_processes_and_lets_the_planner_clean_up(tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_no_semaphores_are_left_without_an_orderly_exit(word: str) -> None:
     """`os._exit` skips all clean-up: semaphores that a pool still holds would be reported on standard error."""
     code = [
         "import os",
-        "from sweeps.launch.planning import plan_apart",
-        f"try: plan_apart({PLANNER!r}, [[{word!r}]], [])",
+        "from sweeps.launch.planning import plan_in_subprocess",
+        f"try: plan_in_subprocess({PLANNER!r}, [[{word!r}]], [])",
         "except Exception as error: kept = error",
         "os._exit(0)",
     ]

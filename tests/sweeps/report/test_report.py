@@ -492,7 +492,7 @@ def test_no_recipe_is_called_the_fastest_if_none_is_known_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If no draw reaches the reward, the column of ratios must not contain a 1."""
-    monkeypatch.setattr("sweeps.decide.reward.first_above", lambda paths, *_: np.full(len(paths), np.inf))
+    monkeypatch.setattr("sweeps.decide.reward.first_compute_above", lambda paths, *_: np.full(len(paths), np.inf))
     text, _ = report(tmp_path, curve("scalerl", rng=1), curve("b", a=0.5, rng=2))
     section = text.split("Ratio to the least")[1].split("</table>")[0]
     assert section.count("<tr>") >= 2 and not re.search(r">\s*1\s*</td>", section)

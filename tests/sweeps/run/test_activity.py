@@ -86,11 +86,11 @@ def test_an_older_configuration_has_the_defaults() -> None:
 
 HANGS = """
 import sys, threading, time, ctypes
-from sweeps.run.activity import Patience, activity
+from sweeps.run.activity import HangTimeout, activity
 activity.last_word = lambda reason: print("last word:", reason, flush=True)
 def a_collective_that_waits():
     {hang}
-with activity.watched(Patience(4.0, {at_least}), lambda: print("left", flush=True)):
+with activity.watched(HangTimeout(4.0, {at_least}), lambda: print("left", flush=True)):
     for _ in range({signs}):
         activity.note("decode")
         time.sleep({pause})
@@ -135,9 +135,9 @@ def test_a_slow_process_continues() -> None:
 SLOW = """
 import sys, time
 from sweeps.run import activity as module
-from sweeps.run.activity import Patience, activity
+from sweeps.run.activity import HangTimeout, activity
 module._LAST_WORDS_S = 1.0
-with activity.watched(Patience(4.0, 1.0)):
+with activity.watched(HangTimeout(4.0, 1.0)):
     for number in range(30):
         activity.note("decode")
         print(number, flush=True)
