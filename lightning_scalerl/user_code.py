@@ -1,4 +1,4 @@
-"""Functions and classes of the user, given by location (`Source`) or as objects (`Given`).
+"""Functions and classes of the user, given by location (`Source`) or as objects (`FunctionObject`).
 
 Code in a file is loaded by its path in each process. An object from a script or notebook is pickled by value.
 """

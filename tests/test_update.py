@@ -937,7 +937,8 @@ def test_reward_collapse_is_detected() -> None:
     assert stopping_step(HealthWatch(health), *records_of_rewards(0.4, 0.6, 0.9, 0.1, 0.65)) == -1, (
         "exactly half is not below it"
     )
-    # Rewards count from `floor`, the reward of an incorrect completion: a fall from 0 to -0.6 is one from 1 to 0.4.
+    # Rewards count from `incorrect_reward`, the reward of an incorrect completion: a fall from 0 to -0.6 is one from 1
+    # to 0.4.
     assert stopping_step(HealthWatch(health, incorrect_reward=-1.0), *records_of_rewards(0.0, 0.0, -0.6, -0.6)) == 4
     assert stopping_step(HealthWatch(health), *records_of_rewards(0.0, 0.0, 0.0)) == -1, (
         "a reward that never rose cannot collapse"

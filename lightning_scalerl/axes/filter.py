@@ -27,7 +27,7 @@ class Filter(DesignChoice):
         most_dropped: with `refills`, the largest number of dropped groups as a multiple of the batch's groups; above it
             the run stops.
         by_variance: whether the filter drops a group because all its rewards are equal. Such a group is kept
-            nevertheless if the values that axis `credit` compares differ (`stream.credit.enters`).
+            nevertheless if the values that axis `credit` compares differ (`stream.credit.carries_credit`).
     """
 
     axis: ClassVar[str] = "filter"

@@ -71,7 +71,7 @@ class KL(DesignChoice):
 
     Attributes:
         where: "loss" for a term of the loss, "reward" for a deduction from the token's reward, "" for no KL.
-        estimate: "k1", "k2", "k3" or "full" (`ESTIMATES`).
+        estimate: "k1", "k2", "k3" or "full" (`GRADIENT_BY_ESTIMATE`).
         reference: path, hub id or address of a teacher; None for the initial model.
         served, served_devices, timeout_s: model, devices and time limit of the server behind an address.
         relative_size: FLOPs per token of the reference in units of the policy's; set once the reference is known.

@@ -34,7 +34,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, sum_over_ranks: Sums = lambda numbers: numbers) -> Moments:
-        """Return the moments of all ranks' values; `values` (n,) are this rank's, `sums` sums a tensor over ranks."""
+        """Return the moments of all ranks' values; `values` (n,) are this rank's, `sum_over_ranks` sums a tensor."""
         values = values.double()
         count, total = sum_over_ranks(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
         # `count` is the same on every rank, so either all ranks skip the second collective or none does: no deadlock.
@@ -152,7 +152,7 @@ class Normalization(DesignChoice):
         """
 
     def scale_tokens(self, advantages: Tensor, mask: Tensor, sum_over_ranks: Sums) -> Tensor:
-        """Return scaled advantages (R, T) of this rank's tokens; `sums` adds over ranks. Must be a pure function."""
+        """Return scaled advantages (R, T) of this rank's tokens. Must be a pure function."""
         raise NotImplementedError
 
     def check_rewards(self, incorrect: float) -> str | None:

@@ -6,8 +6,9 @@
         meta.pt                             from rank 0: our index, and everything else in a checkpoint
 
 In memory, a checkpoint is the same dictionary whether it comes from a folder or from a single file. In the result of
-`outline`, which reads a folder, sharded tensors are on the meta device, without data. `shard_files.fill` reads their
-data into whole tensors, or into this rank's parts. The number of ranks may differ from that of the saving run.
+`load_outline`, which reads a folder, sharded tensors are on the meta device, without data. `shard_files.read_into`
+reads their data into whole tensors, or into this rank's parts. The number of ranks may differ from that of the saving
+run.
 
 Our index repeats the content of torch's index, because torch's index is a pickle without a checksum: reading it could
 run code from the file. `shard_files` writes and reads the parts.
@@ -90,7 +91,7 @@ def move(path: Path, target: Path) -> Path:
 
 
 def load_outline(folder: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Read a folder's checkpoint with its sharded tensors on the meta device; `shard_files.fill` reads their data.
+    """Read a folder's checkpoint with its sharded tensors on the meta device; `shard_files.read_into` reads their data.
 
     Raises:
         ConfigurationError: the folder is not a checkpoint, or a part is missing.

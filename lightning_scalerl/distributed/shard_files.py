@@ -140,7 +140,7 @@ def read_into(folder: Path, checkpoint: Mapping[str, Any], tensors: Mapping[str,
 
     Args:
         folder: the checkpoint's folder.
-        checkpoint: the result of `outline` for it.
+        checkpoint: the result of `load_outline` for it.
         tensors: the tensors to fill, by name in the shards, such as `state_dict.policy.model.lm_head.weight`. Each has
             the shape of the saved tensor.
     """

@@ -4,7 +4,7 @@ A branch has the parent's weights, optimizer, prompts, work in flight, random st
 begins with the parent's records up to the branching step, marked as shared by the header's field `branch`. A branch
 without a change continues exactly as its parent did.
 
-    plan    `parent_of`, `inherited`, `change_of`: find the parent, its overrides, and what the branch changes
+    plan    `parent_of`, `inherited_overrides`, `changed_groups`: find the parent, its overrides, and the branch's change
     start   `begin`: copy the parent's checkpoint and records into the branch's folder
 """
 
@@ -234,8 +234,8 @@ def changed_groups(
         origin: the parent.
 
     Raises:
-        ConfigurationError: the branch changes several groups, or a group in `FIXED`, or the budget ends before the
-            branching step.
+        ConfigurationError: the branch changes several groups, or a group in `UNCHANGEABLE_GROUPS`, or the budget ends
+            before the branching step.
     """
     ours, theirs = ({key: value for key, value in form.items() if key != GROUP} for form in (identity, parent))
     changed = changed_keys(ours, theirs)

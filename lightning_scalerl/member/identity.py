@@ -133,7 +133,7 @@ def _is_another_class(target: str, other: str) -> bool:
 
 
 def _identity_form(value: Any) -> Any:
-    """Return the identity form of one value; None for a group at its neutral choice (see `part_of`)."""
+    """Return the identity form of one value; None for a group at its neutral choice (see `group_identity`)."""
     if isinstance(value, list | tuple):
         return [_identity_form(item) for item in value]
     if not isinstance(value, Mapping):

@@ -185,7 +185,8 @@ def adapt(model: nn.Module, choice: Adapter) -> None:
 
 
 def frozen_and_trained(model: nn.Module, choice: LoRA) -> tuple[int, int]:
-    """Return the number of weights that `keep_in` may store in a smaller type, and the number that LoRA trains.
+    """Return the number of weights that `store_linear_layers_in` may store in a smaller type, and the number that LoRA
+    trains.
 
     The model is not changed and may be on the meta device.
     """

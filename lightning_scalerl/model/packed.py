@@ -25,8 +25,8 @@ from lightning_scalerl.model.shared_prompt import RELATIVE_TOLERANCE, batch_of_s
 from lightning_scalerl.model.windows import attention_windows
 from lightning_scalerl.rollouts.rollout import TrainBatch
 
-# Like `SAME`, for models that compute in 16 bit: a few roundings of BF16, 2^-8 each. If rows attend to each other,
-# their states differ by more.
+# Like `RELATIVE_TOLERANCE`, for models that compute in 16 bit: a few roundings of BF16, 2^-8 each. If rows attend to
+# each other, their states differ by more.
 SAME_IN_16_BIT = 3e-2
 
 

@@ -49,8 +49,8 @@ class Policy(nn.Module):
         self.model = model
         self.precision = precision
         self.temperature = temperature
-        # Parameters of the adapter: `semantics()` of the design choice, or `described` for an adapter that came with
-        # the model.
+        # Parameters of the adapter: `semantics()` of the design choice, or `adapter_description` for an adapter that
+        # came with the model.
         self.adapter: Mapping[str, Any] | None = None
         # Whether rows are packed (`model.packed`). True if the recipe asks for it and the model supports it
         # (`session.models`).

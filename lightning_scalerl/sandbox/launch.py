@@ -76,7 +76,7 @@ SCRATCH = "SCALERL_SANDBOX_SCRATCH"
 _USERS = (1_900_000_000, 2_100_000_000)
 
 
-# Reason why `attend` returned: its condition was met, or a limit was reached.
+# Reason why `run_until` returned: its condition was met, or a limit was reached.
 Ending = Literal["done", "timeout", "output_limit", "disk_limit"]
 
 

@@ -88,7 +88,7 @@ def run_in(walls: Walls, source: str, stdin: str, limits: Limits) -> ProgramResu
 
 
 def _status(ending: Ending, code: int | None, seconds: float, limits: Limits) -> Status:
-    """Return how a program ended, from the reason that `attend` returned and the exit code."""
+    """Return how a program ended, from the reason that `run_until` returned and the exit code."""
     if ending != "done":
         return ending
     # The kernel ends a process over its CPU limit with SIGXCPU, and with SIGKILL if that is ignored.

@@ -187,7 +187,7 @@ def _sources(
 ) -> Sources:
     """Decide the source of each name that the tests use but do not define; see `survey`."""
     root = entry_point.partition(".")[0].removesuffix("()") if entry_point else None
-    # The names under which `examine._bind` gives the tests the entry point.
+    # The names under which `examine._bind_names` gives the tests the entry point.
     bound = {root, entry_point.rpartition(".")[2].removesuffix("()"), "candidate"} if root and entry_point else set()
     starred, any_unknown = _starred(tree, prelude_tree)
     from_prelude = _defined_at_top(prelude) | starred

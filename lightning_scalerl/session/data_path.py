@@ -140,7 +140,8 @@ class DataPath:
         return state
 
     def restore(self, state: dict[str, Any], from_parent: bool = False) -> None:
-        """Restore a state that `saved` returned. A generator without saved weights is restored by `publish_again`.
+        """Restore a state that `saved` returned. A generator without saved weights is restored by
+        `restore_generator_weights`.
 
         `from_parent`: whether the state is that of the parent from which this run branches. Then the mechanism counters
         are not restored, because the parent's counters are for other axes.

@@ -35,7 +35,7 @@ def export(models: Models, card: dict[str, Any], chat: Chat, directory: str | Pa
 
     Args:
         models: models of the run.
-        card: entries of the model card, see `card_of`.
+        card: entries of the model card, see `model_card_entries`.
         chat: how the recipe renders prompts, which the model card states.
         directory, dtype, adapter: as in `ScaleRL.save_pretrained`.
     """

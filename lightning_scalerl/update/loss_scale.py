@@ -20,7 +20,8 @@ MAX_SKIPPED_IN_A_ROW = 3
 class LossScale:
     """Dynamic loss scaling: the loss is scaled up so that gradients below FP16's smallest number, 6e-8, are not lost.
 
-    The factor is halved after a gradient that is not finite and doubled after `INTERVAL` finite gradients in a row.
+    The factor is halved after a gradient that is not finite and doubled after `GROWTH_INTERVAL` finite gradients in a
+    row.
 
     Args:
         acts: whether the loss is scaled, as in FP16; otherwise the factor stays 1.
@@ -67,7 +68,7 @@ class SkippedUpdates:
     """Counts updates that were skipped because loss or gradient was not finite; several in a row end the run.
 
     In FP16, overflows at a loss scale above 1 do not count towards the limit: the large scale itself, which starts at
-    `START`, may be the cause.
+    `INITIAL_SCALE`, may be the cause.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ def token_advantages(
         if choices.kl.where == "reward":
             assert rows.anchor_logprobs is not None
             coefficients = coefficients_of(choices.kl, rows)
-            # `distances` does not read entropies, so any tensor of the right shape can stand in for them.
+            # `kl_estimates` does not read entropies, so any tensor of the right shape can stand in for them.
             gaps = kl_estimates(Scored(rows, rows.anchor_logprobs, rows.anchor_logprobs).zero_outside_mask(), choices)
             rewards = rewards - coefficients * gaps * rows.loss_mask
         estimates = choices.advantage.estimate_tokens(rewards, rows.values, rows.loss_mask)

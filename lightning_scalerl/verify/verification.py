@@ -146,7 +146,7 @@ class ErrorWatch:
         failed = outcome.kind == "error"
         self._recent_failures.append(failed)
         self._counts[{"score": "scored", "abstain": "abstained", "error": "errors"}[outcome.kind]] += 1
-        # The reason for a timeout begins with these words (`VerifierPool._end_overruns`).
+        # The reason for a timeout begins with these words (`VerifierPool._handle_timeouts`).
         self._counts["timeouts"] += failed and outcome.why.startswith("timed out")
         self._counts["retried"] += outcome.attempts > 1
         self._total_s += outcome.seconds

@@ -41,7 +41,7 @@ class Source:
     Args:
         command: command whose metrics are read.
         run_dir: the member's folder, which has the command's standard output.
-        cuts: positions in the metrics file where killed attempts left half a line, see `seal`.
+        cuts: positions in the metrics file where killed attempts left half a line, see `mark_half_line`.
 
     Attributes:
         ending: how to treat a last line without a newline.

@@ -281,7 +281,7 @@ def _weights(signal: Array, true_indices: NDArray[np.intp], rng: np.random.Gener
 
 
 def group_alternatives(fits: Sequence[Fit], ignored_factor: str | None = None) -> list[list[Fit]]:
-    """Group fits of recipes that are alternatives to each other: those with equal factors, except for `apart_from`."""
+    """Group fits of recipes that are alternatives to each other: all their factors but `ignored_factor` are equal."""
     groups: dict[tuple[str, ...], list[Fit]] = {}
     for fit in fits:
         levels = tuple(value for name, value in fit.curve.factors.items() if name != ignored_factor)
@@ -326,7 +326,7 @@ def find_next_steps(choice: Choice, limit: float | None = None) -> NextSteps:
     A recipe without a fit, or whose reward does not rise, gets a step that might remedy this, without an expected gain.
 
     Args:
-        choice: the choice between recipes, see `choice_of`.
+        choice: the choice between recipes, see `make_choice`.
         limit: largest allowed cost of a step, in the curves' unit; None for no limit.
     """
     fits, standing = choice.fits, choice.standing
@@ -437,7 +437,7 @@ def split_budget(choice: Choice, budget: float) -> BudgetSplit:
     within the margin; otherwise it is kept. Plan again when the results are known.
 
     Args:
-        choice: the choice between recipes, see `choice_of`.
+        choice: the choice between recipes, see `make_choice`.
         budget: compute still to spend, over all recipes, in the curves' unit.
 
     Raises:

@@ -31,7 +31,7 @@ from sweeps.terminal import counted
 # With paired seeds, the reward of a run is the mean of its last evaluations up to the common compute, this many.
 _LAST_EVALUATIONS = 3
 _GRID_SIZE = 201
-# Degrees of freedom of the prior in `pairing_of_two`: as many as a study of three recipes with three seeds has. They
+# Degrees of freedom of the prior in `pair_by_seed`: as many as a study of three recipes with three seeds has. They
 # are few enough for the data of an unusual pair to outweigh the prior.
 _PRIOR_DOF = 4
 # The 97.5% quantile of the normal distribution, for a two-sided test at 5%.
@@ -235,7 +235,7 @@ def reward_difference(one: Fit, two: Fit, compute: float, pairing: Pairing | Non
     """Return draws of the difference of rewards `one` - `two` at a compute, over all seeds; (K,).
 
     Args:
-        one, two: fits with forecasts, see `sweeps.fit.predict.readable`.
+        one, two: fits with forecasts, see `sweeps.fit.predict.can_forecast`.
         compute: where to compare, in the curves' unit.
         pairing: the recipes' shared seeds, and the spread between seeds without their common effects; None where the
             recipes are not paired.
@@ -262,7 +262,7 @@ def pair_by_seed(one: str, two: str, offsets: Mapping[str, SeedScatter], scale: 
 
     Args:
         one, two: labels of the recipes.
-        offsets: `rewards_near` of all recipes of the study at the compute to compare, by label.
+        offsets: `seed_scatter_near` of all recipes of the study at the compute to compare, by label.
         scale: width of the reward's scale.
     """
     seeds = sorted(offsets[one].offset)

@@ -5,7 +5,7 @@
 
 Both answers are computed from a fit's joint draws, so their bounds include all uncertainty that the data leave. Where A
 is not identifiable, the curve may still be used within the observed compute and somewhat beyond
-(`sweeps.fit.predict.support`): a target that was observed needs no asymptote.
+(`sweeps.fit.predict.forecast_limit`): a target that was observed needs no asymptote.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def compute_to_reach(fit: Fit, target: float) -> Reach:
     """Return the compute at which the curve passes a reward, with a 95% interval.
 
     The value is the median over draws, and the bounds are quantiles of the draws. A bound is open (None) where more
-    than 2.5% of the draws do not reach the target within `support`. The value is None where more than half do not. The
-    reason then says "never" if at least 90% do not, else "unlikely".
+    than 2.5% of the draws do not reach the target within `forecast_limit`. The value is None where more than half do
+    not. The reason then says "never" if at least 90% do not, else "unlikely".
 
     Args:
         fit: fit of one recipe, under any verdict: no identifiable asymptote is needed.

@@ -69,7 +69,7 @@ class Family:
             return np.maximum(self.inverse(fraction, *self.coordinates(first, second)), 0.0)
 
     def coordinates(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Convert the shape parameters to coordinates u and v: the inverse of `natural`."""
+        """Convert the shape parameters to coordinates u and v: the inverse of `to_shape`."""
         return np.log(first), second if self.name == "logistic" else np.log(second)
 
 

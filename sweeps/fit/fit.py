@@ -279,7 +279,7 @@ def _notes(
     inputs: OutlookInputs | None,
     bad_seeds: Sequence[BadSeed],
 ) -> Iterator[str]:
-    """Yield warnings about the data of the fit. `agreeing` is the curve without its outlier seeds."""
+    """Yield warnings about the data of the fit. `without_outliers` is the curve without its outlier seeds."""
     if schedule is not None:
         yield (
             f"the learning rate decays: at the end, compute counts {schedule.rate:.0%}; A, B and C_mid hold at the "

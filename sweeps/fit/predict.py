@@ -69,7 +69,7 @@ def predict(fit: Fit, compute: Array | Sequence[float], observations: int = 0) -
     """Predict the runs' reward at each compute separately.
 
     Args:
-        fit: a fit of any verdict that is `readable`.
+        fit: a fit of any verdict for which `can_forecast` is true.
         compute: where to predict, 0 or more, in the curve's unit, (m,).
         observations: 0 to predict the curve; k to predict the mean of k evaluations near that compute, with its noise.
 
@@ -125,13 +125,13 @@ def forecast_limit(fit: Fit) -> float | None:
 
 
 def can_forecast_at(fit: Fit, compute: float) -> bool:
-    """Return whether a forecast of the fit may be used at this compute, see `support`."""
+    """Return whether a forecast of the fit may be used at this compute, see `forecast_limit`."""
     limit = forecast_limit(fit)
     return limit is not None and compute <= limit * (1 + 1e-9)
 
 
 def reward_at(fit: Fit, compute: float) -> Interval | None:
-    """Return the runs' reward at a compute with its 95% interval; None where the fit may not be used, see `support`."""
+    """Return the runs' reward at a compute with its 95% interval; None where `can_forecast_at` is false."""
     return predict(fit, [compute]).interval() if can_forecast_at(fit, compute) else None
 
 
@@ -155,7 +155,7 @@ def asymptote_draws_over_seeds(fit: Fit, new_run: bool = False, spread: SeedSpre
 
 
 def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = None) -> Array:
-    """Return draws of `total_draws` minus `asymptote_draws`, (K,)."""
+    """Return draws of `asymptote_draws_over_seeds` minus `asymptote_draws`, (K,)."""
     rng = generator(fit.recipe, "seeds")
     spread = spread or fit.seed_spread
     noise = rng.standard_normal(DRAWS) if np.isinf(spread.dof) else rng.standard_t(spread.dof, DRAWS)
@@ -164,7 +164,8 @@ def seed_offsets(fit: Fit, new_run: bool = False, spread: SeedSpread | None = No
 
 
 def asymptote_draws(fit: Fit) -> Array:
-    """Return draws (K,) of A for the given runs: like `total_draws`, but without the spread between seeds.
+    """Return draws (K,) of A for the given runs: like `asymptote_draws_over_seeds`, but without the spread between
+    seeds.
 
     Raises:
         ValueError: there are too few points.

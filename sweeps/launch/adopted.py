@@ -117,7 +117,7 @@ def find_substitutes(
 ) -> tuple[dict[str, RunSpec | None], list[str]]:
     """Find the adopted runs that replace members of a launch, and give them the label and curve of those members.
 
-    Rules as for `count_adopted`. The caller must hold the study's lease.
+    Rules as for `substitute_adopted_runs`. The caller must hold the study's lease.
 
     Returns:
         A dictionary and lines to print about the replacements. The dictionary maps the identity of each replaced member
@@ -168,7 +168,10 @@ def find_substitutes(
 
 
 def replaced_members(directory: Path, specs: Sequence[RunSpec]) -> set[str]:
-    """Return the identities of the members that adopted runs replace (rules: `count_adopted`). Writes nothing."""
+    """Return the identities of the members that adopted runs replace (rules: `substitute_adopted_runs`).
+
+    Writes nothing.
+    """
     members = [spec for spec in specs if "command" in spec.config]
     replaced = set()
     for run, state in Ledger(directory).fold().items() if members else ():

@@ -2,7 +2,7 @@
 
     commit -> first_actions -> [submit -> poll -> next_actions -> wished_actions -> report] until every member has ended
 
-Decisions are made in `launch.decisions`; `Records` writes to disk, and `Audience` notifies the observers.
+Decisions are made in `launch.decisions`; `Records` writes to disk, and `ObserverNotifier` notifies the observers.
 """
 
 from __future__ import annotations

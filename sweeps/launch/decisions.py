@@ -184,7 +184,10 @@ def _next_action(state: MemberState, ended: AttemptEnd, policy: Policy) -> Actio
 
 
 def _finish(run: str, fields: Mapping[str, Any], reason: str | None, already_recorded: bool = False) -> Finish:
-    """Return the action for a finished member. With `known`, the ledger has the end already; it is only reported."""
+    """Return the action for a finished member.
+
+    With `already_recorded`, the ledger has the end already; it is only reported.
+    """
     fields = {**fields, **({"reason": reason} if reason else {})}
     return Finish(run, None if already_recorded else "finished", fields, reason)
 

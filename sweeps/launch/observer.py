@@ -80,7 +80,7 @@ class Observer:
         """Close the observer when this process leaves the study.
 
         Args:
-            failed: number of members that failed, see `Controller.unfinished`.
+            failed: number of members that failed, see `Controller.count_failed_and_continuing`.
             left: number of members that continue on a cluster without this process.
         """
 

@@ -12,7 +12,7 @@ One JSON object per line, flushed when written. Kinds of record:
         -1 if the checkpoint completes no step
     {"kind": "attempt", "time": ..., "step": 12}             another trainer's command is about to start; step 12 is its
         newest. "cuts": positions in the command's metrics file where earlier attempts left half a line
-        (`sweeps.command.growing.Cut`)
+        (`sweeps.command.growing.HalfLineEnd`)
     {"kind": "resume", "time": ..., "step": 12}              earlier records of steps after 12 are void
         "code": the code from here on (`sweeps.run.provenance`; the header has it too), "passed_over": checkpoints that
         could not be used, each with the reason

@@ -35,8 +35,8 @@ def is_done(run_dir: Path, steps: int, run: str) -> bool:
     """Return whether a run has reached its budget, or ended earlier and cannot be continued, according to its journal.
 
     The journal is read from its end, because it may have many megabytes. An `end` record does not count if a `resume`
-    record follows: the run was continued. A run that has ended is done even if an earlier line is broken; `trouble`
-    reports such a line.
+    record follows: the run was continued. A run that has ended is done even if an earlier line is broken;
+    `journal_damage` reports such a line.
 
     Args:
         run_dir: the run's folder.

@@ -54,8 +54,8 @@ def code_facts(
 
     Args:
         named: the user's own folders, and Python files of the user that the configuration names.
-        imported: `own_files` at the time when this process imported our packages; None if the files have not changed
-            since. If they have, the process still runs the imported code, so no commit is recorded.
+        imported: `package_digest` at the time when this process imported our packages; None if the files have not
+            changed since. If they have, the process still runs the imported code, so no commit is recorded.
         root: folder that contains our packages; None for that of the running code.
     """
     root = root or ROOT

@@ -33,7 +33,7 @@ class JournalTail:
         self._begin({})
 
     def _begin(self, dropped_up_to: Mapping[str, int]) -> None:
-        """Start at the beginning of the file. Records up to the steps in `forgotten`, by kind, are not stored."""
+        """Start at the beginning of the file. Records up to the steps in `dropped_up_to`, by kind, are not stored."""
         self._parser = JournalParser(self.path)
         self._parser.forget(dropped_up_to)
         self._file: tuple[int, int] | None = None  # device and inode

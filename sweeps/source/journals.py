@@ -129,7 +129,7 @@ def read_runs(run_dirs: Sequence[Path], into: Collected, read: Callable[[Path], 
         if (differences := unlike_scripts(label, views)) is not None:
             points.warnings.append(differences)
         curves = {str(view.header.get("curve", "")) for view in views}
-        if len(curves) > 1:  # some headers have no key `curve`, so `tell_apart` cannot separate these runs
+        if len(curves) > 1:  # some headers have no key `curve`, so `relabel_namesakes` cannot separate these runs
             points.warnings.append(
                 f"{len(curves)} different configurations share the label {label!r} and are fitted together"
             )

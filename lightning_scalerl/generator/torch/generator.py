@@ -104,7 +104,7 @@ class TorchGenerator:
         slots: number of rollouts that decode together.
         cache_gib: memory for keys and values, in GiB; None for all free memory.
         waiting_keeps: resources that a rollout keeps while it waits for an insertion: "slot", "cache" or "nothing"
-            (`Waiting`).
+            (`PausedRollouts`).
 
     Raises:
         ConfigurationError: the model cannot be decoded token by token or over this context length (`decodable`), or

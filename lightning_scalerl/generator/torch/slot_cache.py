@@ -57,7 +57,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """KV cache of all slots; `aim` sets the rows and positions written by the next forward pass.
+    """KV cache of all slots; `set_positions` sets the rows and positions written by the next forward pass.
 
     The cache grows with the number of decoding rows and the length of the longest sequence, because few runs ever fill
     all slots to full length.
