@@ -37,7 +37,7 @@ class Recipe:
 
 
 def crossing(source: np.random.Generator) -> list[Recipe]:
-    """The slower recipes have the higher ceilings, and every window ends at 2 to 4 C_mid of the fastest."""
+    """The slower recipes have the higher ceilings, and every window ends at 2 to 4 times the C_mid of the fastest."""
     end = source.uniform(2.0, 4.0)
     return [Recipe(0.5 + 0.05 * i, 1.8, 1.0 + 0.6 * i, end) for i in range(4)]
 

@@ -71,7 +71,7 @@ class RolloutDataModule(LightningDataModule):
         return _StreamLoader(self)
 
     def val_dataloader(self) -> _HeldOutLoader:
-        """Return a loader of one batch, a list of the held-out sets' names, for `Trainer.validate` and `Evaluate`."""
+        """Return a loader for `Trainer.validate` and `Evaluate`. Its only batch is the list of held-out sets' names."""
         return _HeldOutLoader(list(self.task.eval_sets()))
 
     def predict_dataloader(self) -> _IndexLoader:

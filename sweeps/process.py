@@ -453,7 +453,7 @@ def _send(process: int, number: int) -> None:
 
 
 def _reap(wait_s: float, but: int | None = None) -> None:
-    """Wait `wait_s` seconds, then reap children that have ended. For the end of `but`, another call waits."""
+    """Wait `wait_s` seconds, then reap children that have ended, except `but`, which the caller polls itself."""
     time.sleep(wait_s)
     for process in _children():
         if process != but:

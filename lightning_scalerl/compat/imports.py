@@ -98,7 +98,7 @@ def _without_matplotlib(module: ModuleType, loader: Loader) -> None:
     vars(module)["_MATPLOTLIB_AVAILABLE"] = False
 
 
-def _with_check_false(check: str) -> Callable[[ModuleType, Loader], None]:
+def _import_with_check_off(check: str) -> Callable[[ModuleType, Loader], None]:
     """Return a hook that imports a module of transformers while `transformers.utils.<check>` returns False."""
 
     def hook(module: ModuleType, loader: Loader) -> None:
@@ -137,8 +137,8 @@ class _Distributions(dict[str, list[str]]):
 _HOOKS: dict[str, Callable[[ModuleType, Loader], None]] = {
     "torchmetrics": _metrics_on_demand,
     "torchmetrics.utilities.imports": _without_matplotlib,
-    "transformers.generation.candidate_generator": _with_check_false("is_sklearn_available"),
-    "transformers.loss.loss_utils": _with_check_false("is_scipy_available"),
+    "transformers.generation.candidate_generator": _import_with_check_off("is_sklearn_available"),
+    "transformers.loss.loss_utils": _import_with_check_off("is_scipy_available"),
     "transformers.utils.import_utils": _distributions_on_demand,
 }
 

@@ -79,7 +79,7 @@ class ToolEnvironment:
         """Return the reward of `get_reward()`; None without that method, because reward functions then grade."""
         reward = None
         if hasattr(self._user, "get_reward"):
-            reward = _reward("get_reward", _await_result(self._user.get_reward()))
+            reward = _checked_reward("get_reward", _await_result(self._user.get_reward()))
         return Observation(reward=reward, terminated=True)
 
 
@@ -113,7 +113,7 @@ class TextEnvironment:
         text, reward, terminated, truncated, info = answer
         return Observation(
             texts=(text,),
-            reward=_reward("step", reward),
+            reward=_checked_reward("step", reward),
             terminated=bool(terminated),
             truncated=bool(truncated),
             info=_filter_info(info),
@@ -242,7 +242,7 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _reward(method: str, value: Any) -> float | None:
+def _checked_reward(method: str, value: Any) -> float | None:
     """Return a reward as a float. Scalars of numpy and torch are accepted.
 
     Raises:

@@ -165,8 +165,8 @@ class _Step:
 
     def loss_weights_differ(self, theirs: DesignChoice, rounding: bool = False) -> bool:
         other = self.choices.replacing(theirs)
-        # The recipe's normalization may have running moments. No other code uses that normalization, so this counter
-        # updates its moments.
+        # On the axis `normalization`, the run does not use the recipe's choice; only this comparison does. So the
+        # running moments of that choice, if it has any, are updated here.
         updates_moments = theirs is other.normalization
         if updates_moments and not other.advantage.after_forward:
             update_moments(self.batch.groups, other)

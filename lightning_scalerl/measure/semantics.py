@@ -40,14 +40,14 @@ def resolved_semantics(module: Any) -> dict[str, Any]:
         "task": _task_of(module),
         "model": _model_of(module),
         "parameters": parameter_count(module),
-        **adapter_of(module),
+        **adapter_entries(module),
         **({"teacher": module.models.teacher} if module.models.teacher else {}),
         "versions": versions(),
         "commit": commit(),
     }
 
 
-def adapter_of(module: Any) -> dict[str, Any]:
+def adapter_entries(module: Any) -> dict[str, Any]:
     """Return the number of trained parameters of a policy with an adapter; empty without one.
 
     An adapter that was loaded with the model, rather than chosen by the recipe, is described as `model_adapter`.

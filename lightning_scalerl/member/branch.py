@@ -4,7 +4,7 @@ A branch has the parent's weights, optimizer, prompts, work in flight, random st
 begins with the parent's records up to the branching step, marked as shared by the header's field `branch`. A branch
 without a change continues exactly as its parent did.
 
-    plan    `parent_of`, `inherited_overrides`, `changed_groups`: find the parent, its overrides, and the branch's change
+    plan    `parent_of`, `inherited_overrides`, `changed_groups`: the parent, its overrides, and the branch's change
     start   `begin`: copy the parent's checkpoint and records into the branch's folder
 """
 

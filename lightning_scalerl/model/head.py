@@ -102,7 +102,9 @@ def token_scores(
     """
     weights = head_weights(model)
     if weights is None:
-        return scores_in_parts(model, *local_weights(model), hidden, targets, dtype, temperature, entropy_gradient)
+        return token_scores_over_ranks(
+            model, *local_weights(model), hidden, targets, dtype, temperature, entropy_gradient
+        )
     logits = head_logits(model, hidden, *weights, dtype) / temperature
     logprobs = F.log_softmax(logits, dim=-1)
     scored = logprobs if entropy_gradient else logprobs.detach()
@@ -116,7 +118,7 @@ def local_weights(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     return head.weight.to_local(), None if head.bias is None else head.bias.to_local()
 
 
-def scores_in_parts(
+def token_scores_over_ranks(
     model: nn.Module,
     weight: Tensor,
     bias: Tensor | None,

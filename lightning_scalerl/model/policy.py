@@ -21,8 +21,8 @@ from lightning_scalerl.model.head import (
     local_weights,
     output_head,
     scaling_of,
-    scores_in_parts,
     token_scores,
+    token_scores_over_ranks,
 )
 from lightning_scalerl.model.packed import token_states
 from lightning_scalerl.model.shared_prompt import shares_prompts, sharing_pays_off
@@ -190,6 +190,7 @@ class Policy(nn.Module):
         head, types = local_weights(self.model), (dtype, self.temperature, entropy_gradient)
         pieces = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
         parts = [
-            checkpoint(scores_in_parts, self.model, *head, *piece, *types, use_reentrant=False) for piece in pieces
+            checkpoint(token_scores_over_ranks, self.model, *head, *piece, *types, use_reentrant=False)
+            for piece in pieces
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -151,7 +151,7 @@ class Rollout:
         return self.tokens[start:]
 
     @property
-    def by_source(self) -> list[tuple[Source, int, int]]:
+    def source_spans(self) -> list[tuple[Source, int, int]]:
         """(source, start, end) of each maximal run of tokens with the same source, in order."""
         runs, start = [], 0
         for source, tokens in groupby(self.sources):

@@ -382,8 +382,8 @@ def _argument_rules(own_pid: int, bounded: bool) -> dict[str, list[Instruction]]
     """Return the filter's instructions for calls that are allowed or refused by their arguments, by name of call."""
     # Opening for reading with O_TRUNC truncates the file, but early versions of Landlock check only the right to read.
     refuse_truncation = [(_AND, 0, 0, os.O_ACCMODE | os.O_TRUNC), (_EQUAL, 0, 1, os.O_TRUNC), _refuse(), _permit()]
-    # Rules that apply if the scratch directory is not bounded. Private mappings of files are not refused, because
-    # libraries need them.
+    # Rules for a scratch directory whose size is not bounded: they refuse calls that use space which a check of the
+    # directory cannot see. Private mappings of files are allowed, because libraries need them.
     unbounded: dict[str, list[Instruction]] = {
         "fallocate": [_refuse(_EOPNOTSUPP)],
         "mmap": [

@@ -196,7 +196,7 @@ class Dialogue:
         decoders = {source: self.rendering.read for source in Source} | {Source.SAMPLED: self.rendering.decode}
         texts = tuple(
             (source.name.lower(), decoders[source](rollout.tokens[start:end]))
-            for source, start, end in rollout.by_source
+            for source, start, end in rollout.source_spans
         )
         settled = None
         if conversation.failed:

@@ -273,10 +273,10 @@ class RolloutStream:
     def batch_due(self) -> bool:
         """Return whether P groups are ready, and training on them now makes no other group too stale.
 
-        An async mode that drains trains only when no rollout is in flight. Otherwise a group of version v must train by
-        step v + k, with k = `max_staleness`. The groups that are not in this batch must fit into the batches up to
-        their deadlines. If they do not fit, the trainer waits until more of the oldest groups are ready. Because of the
-        admission rule, waiting for all groups is always sufficient.
+        If the async mode `drains`, training waits until no rollout is in flight. Otherwise a group sampled by version v
+        must be trained on by step v + k (its deadline), with k = `max_staleness`. The groups that are not in this batch
+        must fit into later batches before their deadlines. If they do not fit, the trainer waits until more of the
+        oldest groups are ready. So few groups are admitted that a batch is always due once all are ready.
         """
         if len(self._ready) < self.groups_per_step:
             return False

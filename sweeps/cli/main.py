@@ -326,7 +326,7 @@ def _deciding(command: Command) -> None:
     )
     race.add_argument(
         "--looks",
-        type=_count,
+        type=_whole_number,
         metavar="K",
         help="stop only after so many looks in a row below it; default: %(default)s",
     )
@@ -463,7 +463,7 @@ def _studying(command: Command) -> None:
     memory.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for scalerl train")
     memory.add_argument(
         "--devices",
-        type=_count,
+        type=_whole_number,
         metavar="N",
         help="number of training devices; default: the number in strategy.*, or 1",
     )
@@ -527,7 +527,7 @@ def _studying(command: Command) -> None:
     )
     clean.add_argument(
         "--keep",
-        type=_count,
+        type=_whole_number,
         default=0,
         metavar="N",
         help="number of newest checkpoints to keep per member; default: %(default)s",
@@ -551,7 +551,7 @@ def _studying(command: Command) -> None:
         "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="type of the weights; default: %(default)s"
     )
     _add_trust(export)
-    export.add_argument("--step", type=_count, metavar="N", help="step of the checkpoint; default: the newest")
+    export.add_argument("--step", type=_whole_number, metavar="N", help="step of the checkpoint; default: the newest")
 
 
 def _reading(command: Command) -> None:
@@ -569,7 +569,7 @@ def _reading(command: Command) -> None:
     rollouts.add_argument("--outcome", choices=["score", "abstain", "error"], help="only completions with this outcome")
     rollouts.add_argument("--only", choices=["right", "wrong"], help="only completions that were graded like this")
     rollouts.add_argument(
-        "--limit", type=_count, default=3, metavar="K", help="print the last K groups; 0: all; default: 3"
+        "--limit", type=_whole_number, default=3, metavar="K", help="print the last K groups; 0: all; default: 3"
     )
     rollouts.add_argument("--full", action="store_true", help="print texts in full")
     rollouts.add_argument("--json", action="store_true", help="print a JSON list with one object per group")
@@ -616,7 +616,7 @@ def _steps(text: str) -> tuple[int, int | None]:
     """Parse `N` into (N, N) and `N:M` into (N, M), with M None if it is omitted."""
     first, colon, last = text.partition(":")
     try:
-        return _count(first or "0"), (_count(last) if last else None) if colon else _count(first)
+        return _whole_number(first or "0"), (_whole_number(last) if last else None) if colon else _whole_number(first)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no step; give one, as 64, or a range, as 8:64") from error
 
@@ -757,7 +757,7 @@ def _two_axes(text: str) -> tuple[str, str]:
     return one, two
 
 
-def _count(text: str) -> int:
+def _whole_number(text: str) -> int:
     """Parse a whole number of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")

@@ -73,17 +73,17 @@ class UnfitError(Exception):
 
 
 class Rows:
-    """Metrics by column, in the order of logging, to which rows are added.
+    """Table of metrics that grows by rows, in the order of logging.
 
     Args:
         wanted: columns whose values are kept.
         step: name of the step column; None for the usual names of trackers.
 
     Attributes:
-        names: names of all columns, in order, as keys.
+        names: dictionary whose keys are the names of all columns, in order; its values are None.
         columns: rows (step, value) of each wanted column.
         count: number of rows.
-        version: number that increases whenever `columns` changes other than by growing.
+        version: number that increases whenever existing rows of `columns` change. A new row does not count.
     """
 
     def __init__(self, wanted: Sequence[str], step: str | None) -> None:

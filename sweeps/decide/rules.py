@@ -73,9 +73,10 @@ class Rules(AsJson):
         return cls(**values)
 
     def resumed_from(self, earlier: Rules) -> Rules:
-        """Return these rules for continuing a race that began under `earlier` rules.
+        """Return these rules, adapted to continue a race that began under the rules `earlier`.
 
-        If the earlier `loss` set no limit, a `loss` that is left at its default sets none either.
+        If the earlier race had no limit on its expected loss, and `loss` is at its default here, the continued race has
+        no limit either.
         """
         return replace(self, loss=NO_LIMIT) if earlier.loss == NO_LIMIT and self.loss == Rules.loss else self
 

@@ -22,8 +22,8 @@ RATE_PRIOR, MIDPOINT_PRIOR, POWER_PRIOR = (1.6, 0.8), (0.3, 0.6), (-0.7, 0.8)
 # Prior (mean, standard deviation) of R0 and A under a law that rises, and of the constant level under no law.
 R0_PRIOR, A_PRIOR, LEVEL_PRIOR = (0.3, 0.35), (0.6, 0.35), (0.45, 0.35)
 # WALK_PRIOR: prior mean and standard deviation of log tau. tau is the standard deviation, over one window, of the
-# random walk about a law (about 0.06). LEVELLING: scale, in windows beyond the largest compute, on which the walk
-# levels off.
+# random walk by which a curve departs from its law; its prior median is 0.06. LEVELLING: beyond the largest compute the
+# walk levels off, on a scale of this many windows.
 WALK_PRIOR, LEVELLING = (-2.8, 1.0), 1.0
 # A is the law's asymptote plus the mean of the walk from the largest compute to this many windows later.
 OFFSET_WINDOWS = 0.25

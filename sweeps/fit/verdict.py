@@ -1,8 +1,9 @@
 """Verdicts on whether a fit's asymptote is identifiable, each with a reason and a remedy.
 
 Only `identifiable` lets a recipe be ranked on A. The refusals are, in the order tested: `too_few_points`, `degenerate`,
-`decreasing`, `flat`, `misfit`, `pre_inflection`, `open`. The published procedure alone gives `at_bound`. Verdicts
-concern the asymptote only: forecasts are available under any verdict (`sweeps.fit.forecast`).
+`decreasing`, `flat`, `misfit`, `pre_inflection`, `open`. `at_bound` comes only from the fit of the paper
+(`sweeps.fit.published`). Verdicts concern the asymptote only: forecasts are available under any verdict
+(`sweeps.fit.forecast`).
 """
 
 from __future__ import annotations

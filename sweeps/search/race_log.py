@@ -86,10 +86,10 @@ class RaceRecord:
     @property
     def sentence(self) -> str:
         """One sentence on the race (budget, stopped recipes, looks) or the pruned trials, and on damaged lines."""
-        return "; ".join(filter(None, [self._course, self.trouble]))
+        return "; ".join(filter(None, [self._race_sentence, self.trouble]))
 
     @property
-    def _course(self) -> str:
+    def _race_sentence(self) -> str:
         if self.rules is None:
             return f"{counted(len(self.pruned), 'trial')} pruned" if self.pruned else "no race"
         verb = "would be stopped (a dry run)" if self.mode == "dry_run" else "stopped"

@@ -168,7 +168,10 @@ def curves_of(views: Sequence[JournalView], metric: str, axis: str, factors: Seq
 
 
 def _at_peak(view: JournalView, axis: str, spent: Sequence[float]) -> list[float | None]:
-    """Convert compute spent to compute at the peak learning rate; a list of None if the rate does not decay."""
+    """Convert compute spent to effective compute, in which steps at a decayed learning rate count only in part.
+
+    Return a list of None if the rate does not decay.
+    """
     logged = [
         (float(record.step) if axis == STEP else value, rate)
         for record in view.of_kind("train")

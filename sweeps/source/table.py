@@ -158,7 +158,7 @@ def read(file: File, into: Collected) -> None:
                     run_labels[points.recipe] = into.run_label(points, None)
                 seed = run_labels[points.recipe]
             into.add(points, seed, run)
-    _warn_per_step(file, into, table, column_of, compute, [recipes, seeds, *factors])
+    _warn_if_not_cumulative(file, into, table, column_of, compute, [recipes, seeds, *factors])
     _warn_skipped(file, into, no_compute, no_reward, recipes)
     _note(file, into, columns, table, int((~skipped).sum()))
 
@@ -221,7 +221,7 @@ def _columns(file: File, table: Table, request: Request) -> Columns:
     return Columns(column_of, [name for name in factors if name is not None], fallback)
 
 
-def _warn_per_step(
+def _warn_if_not_cumulative(
     file: File,
     into: Collected,
     table: Table,

@@ -75,7 +75,7 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
             for start in conversation.starts[1:]:
                 assert rollout.sources[start - 1 : start + 1] == [Source.ENVIRONMENT, Source.SAMPLED]
             assert rollout.grade == pytest.approx(sum(conversation.rewards))
-            texts = [(source, tokenizer.decode(rollout.tokens[a:b])) for source, a, b in rollout.by_source]
+            texts = [(source, tokenizer.decode(rollout.tokens[a:b])) for source, a, b in rollout.source_spans]
             observations = [text for source, text in texts if source == Source.ENVIRONMENT]
             # Each observation ends a turn; the last turn has none.
             assert len(observations) == conversation.turns - 1

@@ -46,7 +46,8 @@ from sweeps.run import slurm_job
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ALL_INTERFACES = ("0.0.0.0", "::")
-# As MODEL it means: read the configuration from standard input, and end when that input ends.
+# Value of the argument MODEL with which the server reads the model's configuration from standard input, and ends when
+# that input ends.
 STDIN = "-"
 # Exit status of a server ended by SIGTERM, as a shell reports it.
 TERMINATED_STATUS = 128 + signal.SIGTERM

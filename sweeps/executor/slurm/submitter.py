@@ -192,7 +192,7 @@ class Submitter:
         return resources
 
     def nodes(self, launch: Launch) -> int:
-        """Return the number of nodes that a member's job asks for."""
+        """Return the number of nodes that the job of one member (a run of the study) asks for."""
         return int(self._resources(launch).get("nodes") or 1)
 
 
