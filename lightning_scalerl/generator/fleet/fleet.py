@@ -146,7 +146,7 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        """Version of the weights that all sampling engines have acknowledged."""
+        """Version of the weights published last; while `publish` runs, some engines may still have earlier weights."""
         return self._store.current.version
 
     @property
