@@ -395,6 +395,7 @@ def test_the_process_group_is_gone_after_close(plugin: None, tmp_path: Path) -> 
     assert not server.folder.exists()
 
 
+@pytest.mark.full
 def test_vllm_accepts_the_printed_command(tiny_model_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -326,6 +326,7 @@ def test_a_submission_killed_before_it_named_its_pickle_is_completed(light: OneM
     assert len(list((light.directory / "jobs").iterdir())) == 1
 
 
+@pytest.mark.full
 def test_a_job_without_its_pickle_is_retried_at_no_cost(light: OneMember, tmp_path: Path) -> None:
     """The controller is killed too, and the next one starts only after the job has failed."""
     assert light.launch(extra=killing_sbatch(light, tmp_path / "bin", "$controller")) != 0

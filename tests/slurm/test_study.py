@@ -290,6 +290,7 @@ def attempts_of(sweep: Sweep, run: str) -> Any:
     return attempts(sweep.directory / "runs" / run)
 
 
+@pytest.mark.full
 def test_impossible_resources_are_refused_in_one_line(place: Place, ready_lab: Lab) -> None:
     sweep = Sweep(place, ready_lab, ("variant=none", "seed=0"))
     for override, remedy in (

@@ -109,7 +109,7 @@ def test_plots_are_drawn_into_the_given_axes(fits: api.Fits) -> None:
     pyplot.close("all")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_notebooks_show_short_tables(fits: api.Fits) -> None:
     for result in (api.load(CURVES), fits, api.rank(fits), api.effects(fits), api.plan(fits, budget=1e5)):
         page = result._repr_html_()

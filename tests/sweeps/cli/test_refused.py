@@ -181,7 +181,7 @@ def test_only_the_owner_may_read_the_study_folder(tmp_path: Path) -> None:
     assert "seed=0,1" in (study / "multirun.yaml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_second_launch_changes_nothing_of_the_first(tmp_path: Path) -> None:
     done = launch(tmp_path, "study=x", "seed=0,1", "cluster=debug")
     assert done.returncode == 0, done.stderr

@@ -104,6 +104,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_its_commands_launch_continue_and_read_a_study(shortened: Assistant) -> None:
     study, gate = shortened.folder / "outputs" / "mine", shortened.folder / "gate"
     shortened.follow("Launch", VERIFIER_GATE=str(gate))

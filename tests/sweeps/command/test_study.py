@@ -89,7 +89,7 @@ def test_load_and_rank_read_studies_of_commands(finished: Path, capsys: pytest.C
     assert "loss=dapo is ahead" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_report_reads_studies_of_commands(finished: Path, tmp_path: Path) -> None:
     assert main(["report", str(finished), "-o", str(tmp_path / "report.html")]) == 0
     assert "tokens" in (tmp_path / "report.html").read_text()

@@ -64,7 +64,7 @@ def test_rank_shows_both_orders_and_that_they_differ(study: Path, capsys: pytest
     assert other["pass_at_k"] is None and other["rewards"]["rows"][0]["recipe"] == "broad"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_report_and_mlflow_show_both_orders(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mlflow.tracking import MlflowClient
 

@@ -146,7 +146,7 @@ def test_a_size_that_was_not_run_is_predicted_and_marked() -> None:
     assert (other.high or 0) - (other.low or 0) > (ours.high or 0) - (ours.low or 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_law_that_generated_the_data_predicts_better() -> None:
     assert held_out(study(sd=0.002)).better == "power_law"
     x = np.linspace(0, 16000, 60)

@@ -235,7 +235,7 @@ def plain(*rewards: float) -> Study:
     return Study(truth, truth, rate, np.full_like(rate, 0.01), passed)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rivals_pay_for_all_compute_that_they_used() -> None:
     study = plain(0.8, 0.6, 0.5, 0.4)
     assert halving(study, 2, 0.25).tolist() == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]

@@ -1195,6 +1195,7 @@ def test_a_launch_that_fails_on_every_node_is_not_blamed_on_the_nodes(tmp_path: 
     kills=kill_points,
     poll_s=st.sampled_from([1, 10, 60]),
 )
+@pytest.mark.full
 def test_with_one_good_node_every_member_finishes(
     tmp_path_factory: pytest.TempPathFactory,
     bad: dict[str, Fate],

@@ -47,6 +47,7 @@ def test_each_row_equals_the_fit_that_it_names() -> None:
     assert {row.kind for row in rows.values()} == {MAIN, CUT, R0, ROBUST, END}
 
 
+@pytest.mark.full
 def test_refits_differ_from_a_pooled_fit_by_the_setting_only() -> None:
     fit, *_ = fit_curves([curve(name, rng=number) for number, name in enumerate("abc")])
     assert fit.pool is not None and fit_curve(fit.curve).A != fit.A

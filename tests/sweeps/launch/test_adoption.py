@@ -464,7 +464,7 @@ def test_a_run_of_a_tracker_that_begins_like_another_is_not_its_copy(tmp_path: P
     assert folder.member_with_points(points, "wandb:me/mine/c", {"lr": "1"}) is None, "another recipe, without effect"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_mlflow_experiment_can_be_adopted(schema: Path, tmp_path: Path) -> None:
     database = Path(shutil.copy(schema, tmp_path / "mlflow.db"))
     from mlflow import MlflowClient

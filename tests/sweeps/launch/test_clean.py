@@ -223,7 +223,7 @@ def test_after_cleaning_members_continue_identically_and_views_do_not_change(
             assert journal.status == "finished" and journal.deterministic() == expected.deterministic()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_commands_print_the_same_after_cleaning(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -222,7 +222,7 @@ def test_without_the_library_the_page_is_static_and_names_the_package(
     assert 'id="study"' not in text and 'id="library"' not in text and text.count("<script>") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_studies_are_shown_side_by_side(tmp_path: Path) -> None:
     def curves(*names: str) -> list[Curve]:
         return [Curve(name, np.arange(3.0), np.array([0.1, 0.2, 0.3]), np.full(3, "0")) for name in names]

@@ -317,7 +317,7 @@ def test_sample_completions_are_shown_and_escaped(tmp_path: Path) -> None:
     assert "reward 1, 7 tokens, cut off" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sentences_keep_the_case_of_names(tmp_path: Path) -> None:
     """`ppo` and `Ppo` are two recipes. `ppo has ...` must not become a sentence about the other one."""
     text, _ = report(tmp_path, curve("ppo", a=0.7), curve("Ppo", a=0.5))
@@ -326,6 +326,7 @@ def test_sentences_keep_the_case_of_names(tmp_path: Path) -> None:
     assert "Ppo has the highest asymptote" not in plain
 
 
+@pytest.mark.full
 def test_characters_that_the_figures_font_lacks_are_named_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -337,6 +338,7 @@ def test_characters_that_the_figures_font_lacks_are_named_once(
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
+@pytest.mark.full
 def test_page_without_any_ranked_recipe(tmp_path: Path) -> None:
     points = np.arange(3.0)
     few = Curve("few", points, 0.1 * points, np.full(3, "0"))
@@ -487,7 +489,7 @@ def test_labels_in_a_figure_stay_different() -> None:
     assert label("scalerl+loss=dapo") == "scalerl+loss=dapo" and label("a\nb") == "a?b"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_recipe_is_called_the_fastest_if_none_is_known_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

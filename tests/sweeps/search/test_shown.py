@@ -68,7 +68,7 @@ def test_mlflow_shows_stopped_members_with_reasons(schema: Path, tmp_path: Path)
     assert "race.jsonl" in {file.path for file in tracker.client.list_artifacts(parent.info.run_id)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_publish_removes_the_stop_reason_of_continued_runs(schema: Path, tmp_path: Path) -> None:
     """A later launch continued these runs, so MLflow must no longer call them stopped."""
     shutil.copy(schema, tmp_path / "mlflow.db")
