@@ -203,6 +203,7 @@ def test_a_run_comes_closer_to_its_teacher_and_resumes_exactly(
     assert semantics["teacher"]["parameters"] == sum(each.numel() for each in load_model(teacher_path).parameters())
 
 
+@pytest.mark.full
 def test_costs_of_a_teacher_depend_on_its_own_size(tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
     """FLOPs, virtual time and memory use the teacher's size. The first step of each run has the same rollouts."""
 
@@ -349,7 +350,7 @@ def test_two_ranks_distil_like_one(estimate: str, tiny_model_path: str, teacher_
     check_two_ranks(tiny_model_path, tmp_path, overrides_for(teacher_path, f"kl.estimate={estimate}"), steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sharded_teacher_works_except_with_full_estimates(
     tiny_model_path: str, teacher_path: str, tmp_path: Path
 ) -> None:

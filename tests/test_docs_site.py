@@ -435,6 +435,7 @@ def contrast(text: list[float], under: list[float]) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
+@pytest.mark.full
 @pytest.mark.docs
 @pytest.mark.browser
 @pytest.mark.timeout(420)

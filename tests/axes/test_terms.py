@@ -431,7 +431,7 @@ def check_two_ranks(
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_train_a_critic_as_one(tiny_model_path: str, tmp_path: Path, one_thread: None) -> None:
     check_two_ranks(tiny_model_path, tmp_path, LIKE_PPO)
     view = read_journal(tmp_path / "two")

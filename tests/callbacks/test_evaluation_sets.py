@@ -66,7 +66,7 @@ def run(
     return read_journal(run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_set_has_its_own_samples_and_steps_and_training_is_unchanged(tiny_model_path: str, tmp_path: Path) -> None:
     view = run(tiny_model_path, tmp_path / "sets", 5, sets())
     evaluated = {record.step: record.metrics for record in view.of_kind("eval")}

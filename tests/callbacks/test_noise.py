@@ -38,7 +38,7 @@ assert is_progress_bar_enabled()
 NOISE = ("Loading weights", "litlogger", "litmodels", "LeafSpec", "in train mode", "in eval mode")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_script_shows_no_noise_of_libraries(tiny_model_path: str, tmp_path: Path) -> None:
     """The output has the script's lines and the model table, but no installation tips, loading bars or deprecations."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -82,7 +82,7 @@ def test_each_rank_writes_its_own_part_and_gathers_nothing(tiny_model_path: str,
     assert unusable(path) is None and file_names(tmp_path / "checkpoints") == [path.name]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_folder_holds_the_same_as_a_file(tiny_model_path: str, tmp_path: Path) -> None:
     """Weights, optimizer state and the generator's weights are equal bit for bit."""
     for form in CHECKPOINTS:
@@ -372,7 +372,7 @@ def test_lightnings_own_checkpoints_are_folders_too(tiny_model_path: str, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {best[0].name, "last.ckpt", "mine.ckpt"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_members_folder_is_exported_resumed_and_cleaned_up(
     tiny_model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,7 @@ def test_shards_train_as_one_with_every_feature(given: dict[str, Any], tiny_mode
     check_same_curve(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), steps=4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_shards_train_as_one_with_a_chunked_head(
     tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +220,7 @@ def test_an_adapter_trains_on_two_ranks_as_on_one(
         assert checkpoint[name].allclose(value, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_adapter_in_bf16_is_sharded_and_resumes(tiny_model_path: str, tmp_path: Path) -> None:
     """Layers with BF16 and FP32 weights, recomputed: sharded, gathered, saved, and resumed by one process."""
     options: dict[str, Any] = {"overrides": [*ADAPTED, "precision=bf16", "kl=fixed", "batch.recompute=true"]}

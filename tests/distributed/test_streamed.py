@@ -221,7 +221,7 @@ def test_a_streamed_run_trains_the_same_bit_for_bit(
     check_same_either_way(work, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_model_is_loaded_whole_if_it_cannot_be_streamed(tiny_model_path: str, tmp_path: Path) -> None:
     """A run of one process and a run with an adapter cannot stream. The run says why once and trains as usual."""
     plain = fit(tiny_model_path, tmp_path / "plain", False, steps=2)

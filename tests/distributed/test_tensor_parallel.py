@@ -413,7 +413,7 @@ def test_streamed_weights_train_the_same(model_path: str, tmp_path: Path) -> Non
     check_same_either_way(work, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_export_and_another_fit_after_a_split_fit(model_path: str, tmp_path: Path) -> None:
     """The model is exported whole and trained further. Another number of partners is refused."""
     whole = fit(model_path, tmp_path / "one", 1, steps=2)

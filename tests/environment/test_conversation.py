@@ -113,6 +113,7 @@ def test_another_seed_is_refused_by_name(seed: Any) -> None:
     assert texts(Rows, {"seed": seed, "environment": "x"}) == ["row How? So."]
 
 
+@pytest.mark.full
 def test_several_environments_need_no_kept_columns() -> None:
     both = {"a": Seeded, "1": Rows}
     rows = [{"environment": "a", "seed": 5}, {"environment": 1, "seed": "none"}]

@@ -46,7 +46,7 @@ def test_an_environment_that_draws_its_own_task() -> None:
     pool.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.peers
 def test_tools_are_those_that_trl_finds(tmp_path: Path) -> None:
     from tests.families import QWEN2, tokenizer_of

@@ -220,7 +220,7 @@ def test_an_engine_that_starts_too_slowly_is_an_error() -> None:
         Fleet(SlowGenerator, Weights(Size()), {"slots": 1, "most_s": 0.1}, generators=1, silence_s=9, start_s=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_weights_are_passed_in_files_if_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=8))
     with closing(fleet_of(generators=1)) as fleet:

@@ -131,6 +131,7 @@ def test_the_digest_changes_exactly_when_the_weights_do() -> None:
     store.close()
 
 
+@pytest.mark.full
 def test_publishing_13_million_parameters_allocates_one_bucket_and_writes_only_their_bytes() -> None:
     """Counts the bytes of the file, and the bytes allocated on the host while it is written."""
     model = new_model(width=512, layers=4, seed=0)

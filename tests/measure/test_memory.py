@@ -229,7 +229,7 @@ def test_an_adapter_has_few_gradients_and_moments() -> None:
     assert lora.parameters == full.parameters
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_advice_is_the_nearest_setting_that_fits() -> None:
     settings = recipe("precision=fp32")
     make = partial(model, "Llama", num_hidden_layers=4)

@@ -114,7 +114,7 @@ def test_a_changed_choice_differs_from_the_parent_only_after_the_branch(family: 
     assert first.metrics["compute/flops"] > parent_last.metrics["compute/flops"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_branch_may_change_optimizer_settings_and_keep_or_reset_its_state(family: Family) -> None:
     optimizer_states = {}
     for name, change in {
@@ -138,7 +138,7 @@ def test_a_branch_may_change_optimizer_settings_and_keep_or_reset_its_state(fami
     assert decay["decay"] == 0.7 != decay["kept"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_branch_can_be_branched(family: Family) -> None:
     spec = family.branch("loss=reinforce", f"checkpoint.keep_steps=[{KEPT[-1]}]")
     first = family.run(spec)

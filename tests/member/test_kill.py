@@ -115,7 +115,7 @@ def test_a_killed_single_run_continues_bit_for_bit(optimizer: str, place: Place)
     assert all(gradients)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_run_with_several_evaluation_sets_continues_bit_for_bit(place: Place) -> None:
     """Evaluation sets in the formats of AIME, HumanEval and GSM8K, each with its own settings, next to another task."""
     evaluation_sets = {

@@ -341,7 +341,7 @@ def test_a_verifier_that_hangs_on_one_prompt_affects_only_that_prompt(place: Pat
     assert metrics["verify/scored"] + 4 == fine_view.of_kind("train")[-1].metrics["verify/scored"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_noise_of_an_evaluation_matches_its_prediction(place: Path) -> None:
     more = [entry for entry in overrides(place, "evaluation.samples=2", reward="odd") if not entry.startswith("model")]
     (row,) = measure_noise(f"{place}/model", [each for each in more if "rollouts" not in each], repeats=12)

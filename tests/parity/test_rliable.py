@@ -43,7 +43,7 @@ def test_statistics_and_intervals_are_those_of_rliable(case: dict[str, Any]) -> 
     assert np.percentile(chances, [2.5, 97.5]) == pytest.approx(case["improvement_interval"], **EXACT)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.peers
 def test_the_stored_scores_can_be_computed_again(tmp_path: Path) -> None:
     """Uses the interpreter named by PEERS_PYTHON if set."""

@@ -137,7 +137,7 @@ class HeldVerifiers:
         self.open = False
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_grading_neither_blocks_nor_orders_generation() -> None:
     """With all grades held back, generation continues as far as the mode allows; later each group is trained once."""
     mode = Pipeline(8)

@@ -152,7 +152,7 @@ def until(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: fl
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.live
 @pytest.mark.peers
 def test_a_stopped_member_continues(tmp_path: Path) -> None:

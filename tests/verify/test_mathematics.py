@@ -468,7 +468,7 @@ def check_generated(count: int, cpu_s: float) -> None:
     assert 0 < sum(outcome.reward for outcome in outcomes) < count / 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_hundreds_of_generated_texts_get_a_grade() -> None:
     check_generated(300, cpu_s=1.0)
 
