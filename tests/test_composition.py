@@ -80,7 +80,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "variant"), every(12, every(3, PAIRS, pytest.mark.full)))
+@pytest.mark.parametrize(("recipe", "variant"), every(12, every(6, PAIRS, pytest.mark.full)))
 def test_a_variant_changes_one_choice_and_its_label_names_it(recipe: str, variant: str) -> None:
     config = compose([f"recipe={recipe}", f"variant={variant}"])
     changed = OmegaConf.to_container(config, resolve=True)

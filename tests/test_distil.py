@@ -345,7 +345,7 @@ def test_identity_depends_on_the_teachers_content_but_not_its_path(teacher_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimate", ["k1", "full"])
+@pytest.mark.parametrize("estimate", [pytest.param("k1", marks=pytest.mark.full), "full"])
 def test_two_ranks_distil_like_one(estimate: str, tiny_model_path: str, teacher_path: str, tmp_path: Path) -> None:
     check_two_ranks(tiny_model_path, tmp_path, overrides_for(teacher_path, f"kl.estimate={estimate}"), steps=2)
 

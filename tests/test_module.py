@@ -523,7 +523,7 @@ def whole_run(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) ->
     return run_once
 
 
-@pytest.mark.parametrize("mode", every(4, reversed(RESUMED)))
+@pytest.mark.parametrize("mode", every(4, every(2, reversed(RESUMED), pytest.mark.full)))
 @pytest.mark.parametrize(
     "stop",
     [2, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 5))],

@@ -27,6 +27,7 @@ from sweeps.run.journal import read_journal
 from tests.distributed.test_ranks import fit as fit_on
 from tests.distributed.test_ranks import on_ranks, one_thread  # noqa: F401
 from tests.distributed.test_sharded import saved_weights, weights
+from tests.examples import every
 from tests.helpers import fit
 
 SETTINGS: dict[str, Any] = {
@@ -266,7 +267,7 @@ def test_the_reference_of_rounded_weights_is_rounded(tiny_model_path: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS[1:])
+@pytest.mark.parametrize("name", every(4, reversed(OPTIMIZERS[1:]), pytest.mark.full))
 def test_two_ranks_train_like_one(name: str, tiny_model_path: str, tmp_path: Path) -> None:
     rank_options: dict[str, Any] = {"overrides": [f"optimizer={name}"], "steps": 3}
     one = fit_on(tiny_model_path, tmp_path / "one", 1, **rank_options)
@@ -276,7 +277,7 @@ def test_two_ranks_train_like_one(name: str, tiny_model_path: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARDED[1:])
+@pytest.mark.parametrize("name", every(3, reversed(SHARDED[1:]), pytest.mark.full))
 def test_two_shards_train_like_one_process_and_resume_in_one(name: str, tiny_model_path: str, tmp_path: Path) -> None:
     """Two shards train like one process, and their checkpoint resumes in one process. With reference and critic."""
     shard_options: dict[str, Any] = {

@@ -48,7 +48,7 @@ def test_every_axis_has_a_class_a_module_and_a_conf_folder(axis: str) -> None:
         assert neutral.semantics() | dict(kind.neutral or {}) == neutral.semantics()
 
 
-@pytest.mark.parametrize("axis", every(10, every(2, AXES, pytest.mark.full)))
+@pytest.mark.parametrize("axis", every(10, every(5, AXES, pytest.mark.full)))
 def test_every_choice_in_conf_builds_and_has_the_defaults_of_its_class(axis: str) -> None:
     """Each file builds within a whole recipe. Each class's defaults equal one of its files (with `scale=paper`)."""
     built = []

@@ -31,6 +31,7 @@ from lightning_scalerl.update.terms import loss_weights, terms
 from sweeps.run.journal import read_journal
 from tests.axes.test_contract import AGGREGATIONS, JUNK, LOSSES, each_aggregation, each_loss
 from tests.distributed.test_ranks import check_same_curve, fit, on_ranks
+from tests.examples import every
 from tests.helpers import CountingTask, make_group, row
 
 SETS = {
@@ -42,7 +43,20 @@ SETS = {
 }
 SEQUENCE = (GSPO, GMPO)
 MODELS = ("trainer_logprobs", "entropies", "values")
-each_set = pytest.mark.parametrize("names", SETS.values(), ids=SETS)
+# Every sixth combination, so that each loss, each aggregation and each set occurs. `make test-full` runs all.
+each_combination = pytest.mark.parametrize(
+    ("loss", "aggregation", "names"),
+    every(
+        6,
+        [
+            pytest.param(loss, aggregation, SETS[name], id=f"{type(loss).__name__}-{type(aggregation).__name__}-{name}")
+            for loss in LOSSES
+            for aggregation in AGGREGATIONS
+            for name in SETS
+        ],
+        pytest.mark.full,
+    ),
+)
 
 
 def choices_of(
@@ -138,9 +152,7 @@ CORRECTIONS = st.sampled_from([Behaviour(), *BOUNDED])
 
 
 @pytest.mark.slow
-@each_loss
-@each_aggregation
-@each_set
+@each_combination
 @settings(max_examples=4)
 @given(data=st.data(), own=st.sampled_from([None, *BY_NAME]), correction=CORRECTIONS)
 def test_any_split_gives_the_same_loss_and_gradients(

@@ -79,7 +79,7 @@ def test_a_dry_run_says_so_and_stops_nothing(
     assert caplog.text.count("race: would be stopped at compute") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_leader_is_not_stopped(tiny_model_path: str, study: tuple[Path, float], tmp_path: Path) -> None:
     folder, budget = study
     rival(tmp_path, folder / "whole", "rival", 0.0)

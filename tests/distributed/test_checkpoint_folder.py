@@ -346,7 +346,7 @@ def test_an_unknown_checkpoint_form_is_refused() -> None:
 # --- Lightning, export, cleaning, generators -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_lightnings_own_checkpoints_are_folders_too(tiny_model_path: str, tmp_path: Path) -> None:
     """`ModelCheckpoint` keeps its best and last, `ckpt_path="last"` finds the last, and a save can replace another."""
 

@@ -88,9 +88,15 @@ def test_two_shards_train_as_one(tiny_model_path: str, tmp_path: Path) -> None:
     [
         pytest.param({"overrides": EVERYTHING}, id="a critic and a reference", marks=pytest.mark.full),
         pytest.param(
-            {"recipe": "scalerl_core", "overrides": ["batch.prompts=1", "batch.completions=3"]}, id="few rows"
+            {"recipe": "scalerl_core", "overrides": ["batch.prompts=1", "batch.completions=3"]},
+            id="few rows",
+            marks=pytest.mark.full,
         ),
-        pytest.param({"overrides": ["batch.micro_batch=1", "epochs.count=2"]}, id="passes of one row, two epochs"),
+        pytest.param(
+            {"overrides": ["batch.micro_batch=1", "epochs.count=2"]},
+            id="passes of one row, two epochs",
+            marks=pytest.mark.full,
+        ),
         pytest.param({"overrides": [*EVERYTHING, "batch.recompute=true"]}, id="activations recomputed"),
         pytest.param(
             {"overrides": ["adapter=lora", "adapter.modules_to_save=[lm_head,norm]", "batch.offload=true"]},
@@ -185,7 +191,7 @@ ADAPTED = ("adapter=lora", "adapter.rank=3", "optimizer.lr=3e-2")
 @pytest.mark.parametrize(
     ("more", "strategy"),
     [
-        pytest.param((), "ddp", id="alone-ddp"),
+        pytest.param((), "ddp", id="alone-ddp", marks=pytest.mark.full),
         pytest.param((*EVERYTHING, "critic.lr=3e-3"), "fsdp2", id="a critic and a reference-fsdp2"),
         pytest.param((), "fsdp2", id="alone-fsdp2", marks=pytest.mark.full),
         pytest.param((*EVERYTHING, "critic.lr=3e-3"), "ddp", id="a critic and a reference-ddp", marks=pytest.mark.full),

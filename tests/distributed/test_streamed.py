@@ -244,7 +244,7 @@ def test_the_model_is_loaded_whole_if_it_cannot_be_streamed(tiny_model_path: str
         assert reasons == ["it gets an adapter"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_streamed_run_resumes(tiny_model_path: str, tmp_path: Path) -> None:
     """It resumes from its checkpoint folder, with a reference that is identified by its initial weights."""
     options: dict[str, Any] = {"overrides": ["kl=fixed"]}

@@ -345,7 +345,7 @@ def test_two_by_two_train_as_one(overrides: Sequence[str], model_path: str, tmp_
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(("one", "split", "fsdp2", "split"), id="short"),
+        pytest.param(("one", "split", "fsdp2", "split"), id="short", marks=pytest.mark.full),
         pytest.param(
             ("two by two", "one", "two by two", "ddp", "two by two", "fsdp2"), id="there", marks=pytest.mark.full
         ),

@@ -264,7 +264,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     ("game", "driver"),
     [
         pytest.param("Adding", "virtual", marks=pytest.mark.full),
-        ("AddingOnce", "virtual"),
+        pytest.param("AddingOnce", "virtual", marks=pytest.mark.full),
         ("Adding", "live"),
     ],
 )

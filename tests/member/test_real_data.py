@@ -577,8 +577,8 @@ class Tools:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", ["", "Texts", "Tools"])
-@pytest.mark.parametrize("function", ["text", "step"])
+@pytest.mark.parametrize("environment", ["", pytest.param("Texts", marks=pytest.mark.full), "Tools"])
+@pytest.mark.parametrize("function", [pytest.param("text", marks=pytest.mark.full), "step"])
 def test_a_runs_own_verifier_gets_the_prompt_and_the_step_of_training(
     place: Path, tmp_path: Path, environment: str, function: str
 ) -> None:

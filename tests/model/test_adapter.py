@@ -485,7 +485,9 @@ def test_another_choice_than_the_module_has_is_refused(tiny_model_path: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("callback", [False, True], ids=["the recipe's", "a callback's"])
+@pytest.mark.parametrize(
+    "callback", [pytest.param(False, marks=pytest.mark.full), True], ids=["the recipe's", "a callback's"]
+)
 def test_a_run_resumes_from_its_checkpoint(callback: bool, tiny_model_path: str, tmp_path: Path) -> None:
     """The curve equals the undisturbed one, with BF16 weights and a reference. The weights can be loaded alone, too."""
     adapter_overrides = () if callback else ("adapter=lora", "adapter.rank=4", "adapter.modules_to_save=[lm_head]")

@@ -37,8 +37,7 @@ from lightning_scalerl.update.terms import terms
 from lightning_scalerl.update.token_credit import token_advantages
 from lightning_scalerl.update.trained import TrainedPolicy
 from sweeps.run.journal import read_journal
-from tests.axes.test_contract import each_aggregation, each_loss
-from tests.axes.test_terms import choices_of, each_set
+from tests.axes.test_terms import choices_of, each_combination
 from tests.distributed import test_ranks
 from tests.distributed.test_sharded import ADAPTED, EVERYTHING, weights
 from tests.examples import every, examples
@@ -308,9 +307,7 @@ def update(choices: Choices, batch: TrainBatch, size: PassSize) -> tuple[Tensor,
 
 
 @pytest.mark.slow
-@each_loss
-@each_aggregation
-@each_set
+@each_combination
 def test_any_loss_and_gradient_equal_those_of_padded_rows(
     loss: Any, aggregation: Any, names: tuple[str, ...], never_shared: None
 ) -> None:
@@ -337,7 +334,7 @@ def trained_weights(path: str, *overrides: str) -> dict[str, Tensor]:
     "more",
     [
         pytest.param((*EVERYTHING, "batch.recompute=true"), id="all, recomputed", marks=pytest.mark.slow),
-        pytest.param(EVERYTHING, id="all, some prompts shared", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, id="all, some prompts shared", marks=pytest.mark.full),
         pytest.param((*ADAPTED, "batch.recompute=true"), id="an adapter", marks=pytest.mark.slow),
         pytest.param(("epochs.count=2", "batch.recompute=true"), id="two epochs", marks=pytest.mark.slow),
     ],
@@ -390,10 +387,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("ranks", "strategy", "more"),
     [
-        pytest.param(2, "ddp", ("batch.recompute=true",), marks=pytest.mark.slow, id="2, ddp"),
-        pytest.param(2, "fsdp2", (), marks=pytest.mark.slow, id="2, fsdp2, some prompts shared"),
+        pytest.param(2, "ddp", ("batch.recompute=true",), marks=pytest.mark.full, id="2, ddp"),
+        pytest.param(2, "fsdp2", (), marks=pytest.mark.full, id="2, fsdp2, some prompts shared"),
         pytest.param(2, "fsdp2", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.slow, id="2, fsdp2, all"),
-        pytest.param(2, "ddp", EVERYTHING, marks=pytest.mark.slow, id="2, ddp, all"),
+        pytest.param(2, "ddp", EVERYTHING, marks=pytest.mark.full, id="2, ddp, all"),
         pytest.param(4, "ddp", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.full, id="4, ddp"),
         pytest.param(4, "fsdp2", (*EVERYTHING, "batch.recompute=true"), marks=pytest.mark.full, id="4, fsdp2"),
     ],

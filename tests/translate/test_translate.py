@@ -242,7 +242,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("to", "changes", "keys"), every(4, REFUSED, pytest.mark.slow))
+@pytest.mark.parametrize(("to", "changes", "keys"), every(8, every(4, REFUSED, pytest.mark.full)))
 def test_choices_without_a_counterpart_are_listed(to: str, changes: str, keys: str) -> None:
     """Exactly these choices are listed; choices with a counterpart are not."""
     assert missing_keys(to, *changes.split()) == set(keys.split()), [

@@ -104,7 +104,7 @@ CASES: list[tuple[list[str], int, str, set[str], int]] = [
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words", "allowed", "most"),
-    every(6, every(2, CASES, pytest.mark.full)),
+    every(6, every(3, CASES, pytest.mark.full)),
     ids=[" ".join(case[0]) or "bare" for case in CASES],
 )
 def test_quick_commands_import_few_modules(

@@ -152,7 +152,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     ),
     ids=["value", "key", "ranks", "store"],
 )
-@pytest.mark.parametrize("there", [False, True], ids=["nothing there", "outputs there"])
+@pytest.mark.parametrize(
+    "there", [False, pytest.param(True, marks=pytest.mark.full)], ids=["nothing there", "outputs there"]
+)
 def test_a_refused_launch_makes_no_folder(tmp_path: Path, arguments: list[str], words: str, there: bool) -> None:
     if there:
         (tmp_path / "outputs").mkdir()
