@@ -87,7 +87,7 @@ class Precision(DesignChoice):
         return values if fp32 else values.to(self.policy_dtype).to(values.dtype)
 
     def components(self) -> dict[str, str]:
-        """Return the effective type of every component; with an FP32 policy all are FP32 and the flags do nothing."""
+        """Return the effective type of every component: FP32 for all if the policy is FP32, whatever `fp32_*` says."""
         parts = {
             "head_trainer": self.fp32_head_trainer,
             "head_generator": self.fp32_head_generator,

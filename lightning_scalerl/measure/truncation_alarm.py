@@ -43,10 +43,10 @@ class TruncationAlarm:
         return {"alarm/truncated": float(level)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares in the window and the current level."""
+        """Return the recent shares of truncated completions and the level of the alarm."""
         return {"shares": list(self._shares), "level": self._level}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the shares in the window and the current level."""
+        """Restore what `state_dict` returned."""
         self._shares = deque(state["shares"], maxlen=WINDOW_STEPS)
         self._level = state["level"]

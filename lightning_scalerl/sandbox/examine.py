@@ -23,8 +23,8 @@ from lightning_scalerl.sandbox.plain import Handle, MalformedError, decode, enco
 _LONGEST_REASON = 300
 # Exceptions that would silently end a loop over `map` or `iter` in the tests, so that its asserts never run.
 _ENDS_A_LOOP = (StopIteration, StopAsyncIteration)
-# Maps each built-in that turns an exception into a default value to that exception. In tests that use the built-in, the
-# program's exception would be hidden from the judge.
+# Built-ins that swallow an exception and return a default value, each with that exception. A test that calls such a
+# built-in on the examined program would not notice that the program raised.
 _HIDDEN_BY = {"getattr": AttributeError, "hasattr": AttributeError}
 
 

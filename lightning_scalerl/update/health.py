@@ -85,7 +85,8 @@ class HealthWatch:
         means = {n: fmean(r) for n, r in self._recent.items() if len(r) == self._health.window_steps}
         period = f"on average over {self._health.window_steps} steps"
         if "train/reward" in means:
-            # Subtract the floor: with rewards of -1 and 1 the mean may be 0, and a share of it has no meaning.
+            # Measure from the lowest possible reward: with rewards of -1 and 1 the best mean may be 0, and a share of 0
+            # is no threshold.
             reward_above_floor = means["train/reward"] - self._floor
             # A reward that has never risen above the floor cannot collapse.
             if self._best > 0 and reward_above_floor < self._health.reward_share * self._best:

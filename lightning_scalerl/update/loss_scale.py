@@ -101,9 +101,9 @@ class SkippedUpdates:
         return {"train/skipped_updates": float(self._count)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the total count and the current count in a row."""
+        """Return the number of skipped updates in the run, and the number of consecutive ones up to now."""
         return {"count": self._count, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the total count and the current count in a row."""
+        """Restore what `state_dict` returned."""
         self._count, self._in_a_row = state["count"], state["in_a_row"]

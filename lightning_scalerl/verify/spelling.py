@@ -155,8 +155,9 @@ def _strip_brackets(argument: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Replace a style command by its last argument, and a text command by `\\text`, or by its argument if it is
-    mathematics.
+    """Replace each style command by its last argument, and each text command by `\\text`.
+
+    A text command whose argument is mathematics is replaced by the argument.
     """
     closing = _closing_braces(text)
 

@@ -132,7 +132,7 @@ class Choice:
     """
 
     def grade(self, sample: Sample) -> Grade:
-        """Compare the letter that the text after the thinking chooses with the answer."""
+        """Give reward 1 if the text after the thinking chooses the answer's letter."""
         letter = chosen_letter(sample.answer)
         return Grade(float(letter == str(sample.prompt.answer).strip().upper()), answer=letter or "")
 

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "own_folder"
 
 
 def init_command(options: argparse.Namespace) -> None:
-    """Copy a folder that runs without changes, and print the next commands (`scalerl init`)."""
+    """Copy the example study to a new folder, and print the commands that run it (`scalerl init`)."""
     folder = Path(options.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there already; give the name of a new or an empty folder")

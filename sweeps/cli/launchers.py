@@ -82,7 +82,7 @@ class StudyLauncher(Launcher):  # type: ignore[misc]
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Store Hydra's context and MLflow's full address. In stored configurations its login is masked."""
+        """Store Hydra's context, and MLflow's address with its login, which stored configurations mask."""
         self._context, self._config = hydra_context, config
         self._folders = [*user_folders(config.hydra), *study_files(config.hydra)]
         self._tracking = OmegaConf.select(config, "mlflow.uri")

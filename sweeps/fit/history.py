@@ -156,7 +156,7 @@ def _snapshot_computes(computes: list[float], curve: Curve, every: float, earlie
     last = earlier[-1].compute_end if earlier else 0.0
     ends: list[float] = []
     for number, compute in enumerate(computes):
-        # With fewer than `MIN_COMPUTES` computes every fit is refused (`too_few_points`).
+        # A fit needs points at `MIN_COMPUTES` different computes; with fewer it is refused (`too_few_points`).
         if compute > last and (number + 1 >= MIN_COMPUTES or earlier) and compute >= every * last:
             ends.append(compute)
             last = compute

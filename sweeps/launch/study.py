@@ -135,8 +135,8 @@ class Study(Members):
         for spec in (spec for spec in self.specs if spec.run in known):
             run_dir = self.run_dir(spec)
             directory = run_dir / CHECKPOINTS_DIR
-            # Another trainer's command stores its own checkpoints. The folder stays after `scalerl clean` has emptied
-            # it.
+            # Skip members that can continue, members whose trainer has a checkpoint folder of its own, and members
+            # that never wrote a checkpoint. `scalerl clean` empties the folder and keeps it.
             if "command" in spec.config or not directory.is_dir() or checkpoints(directory):
                 continue
             if has_finished(run_dir) and not is_done(run_dir, spec.steps, spec.run):

@@ -8,7 +8,7 @@ from sweeps.terminal import one_line as one_line
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format aligned columns. Cells are not cut: a pipe has no width, and a terminal wraps only the last column."""
+    """Format aligned columns. No cell is cut, even if a line becomes wider than the terminal."""
     cells = [[one_line(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -300,7 +300,7 @@ def _check_header(entry: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(metrics: Mapping[str, Any]) -> None:
-    """Raise ValueError if a metric is not a finite number. `Journal.record` never writes one."""
+    """Raise ValueError if a metric is not a finite number, because `Journal.record` writes only finite numbers."""
     for name, value in metrics.items():
         # Test for float first: nearly all values are floats, and journals can be gigabytes.
         if not (type(value) is float and math.isfinite(value)) and finite(value) is None:

@@ -56,7 +56,7 @@ def hold_run_lease(run_dir: Path, spec: RunSpec, rank: int = 0) -> Iterator[Leas
         # Rank 0 may find the run done and exit before other ranks see its lease.
         while job and not _is_held_by(holder_facts(run_dir), job_facts) and not is_done(run_dir, spec.steps, spec.run):
             _stop_if_asked("while rank 0 waited for another process")
-            if reason := requested_stop(run_dir):  # rank 0 has then exited without the lease
+            if reason := requested_stop(run_dir):  # rank 0 sees the same request and never takes the lease
                 raise RunInterruptedError(reason)
             time.sleep(0.5)
         yield None

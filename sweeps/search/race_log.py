@@ -27,8 +27,8 @@ class RaceRecord:
         looks: the looks taken, in order.
         mode: `live` or `dry_run`, at the last look.
         pruned: why each pruned trial of a search was pruned, by run.
-        members: identities of the racing members, in order; None if an earlier version began the race.
-        damaged: numbers, from 1, of lines that are incomplete or damaged.
+        members: run identities of the racing members, as recorded; None in a file of an earlier version.
+        damaged: line numbers of the incomplete or damaged lines; the first line is 1.
     """
 
     rules: Rules | None = None

@@ -229,7 +229,7 @@ def _warn_if_not_cumulative(
     compute: Array,
     labels: Sequence[Sequence[str]],
 ) -> None:
-    """Warn if compute looks like an amount per step, with rows in the order of the table's step column."""
+    """Warn if compute, sorted by the table's step column, looks like an amount per step and not a running total."""
     step = next((name for name in STEP_NAMES if name in table.names and name != column_of["compute"]), None)
     if step is None or column_of["compute"] == ORDER:
         return

@@ -87,7 +87,10 @@ def one_line(error: BaseException) -> str:
 
 
 def entity_key(name: str) -> str:
-    """Make a valid metric or parameter name for MLflow: invalid characters become underscores, at most 250 are kept."""
+    """Make a valid metric or parameter name for MLflow: invalid characters become underscores.
+
+    Names are cut after 250 characters.
+    """
     return re.sub(r"[^/\w.\- :]", "_", name).strip("/")[:250]
 
 

@@ -141,7 +141,7 @@ class Ledger:
         return True
 
     def all_waiting(self) -> list[WaitingRollout]:
-        """Return all rollouts that wait for an insertion."""
+        """Return all rollouts that wait for tokens to be inserted, such as an observation of their environment."""
         return [rollout for group in self._open.values() for rollout in group.waiting.values()]
 
     def collect_waiting(self) -> list[WaitingRollout]:

@@ -264,7 +264,7 @@ class VLLMBookkeeping:
 
     def _has_stop_text(self, active: ActiveRollout) -> bool:
         """Return whether a rollout's last tokens contain a stop text."""
-        # Only tokens that the model has sampled since the last insertion count: an observation may quote a stop text.
+        # Ignore tokens up to the last observation that was inserted, because an observation may quote a stop text.
         stop_text = self.sampling.stop_text
         return stop_text is not None and stop_text(active.rollout.sampled_last(stop_text.window))
 
