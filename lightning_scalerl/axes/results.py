@@ -33,6 +33,21 @@ def check_shape(
     return tensor
 
 
+def check_loss(choice: DesignChoice, method: str, result: Any, logprobs: Tensor) -> Tensor:
+    """Return the result of `choice.method` if it is a loss of each token that `logprobs` (R, T) was computed into.
+
+    Raises:
+        CannotGoOnError: the shape is wrong, or the loss is detached. Such a loss would train nothing, and a run whose
+            other terms have gradients would not notice.
+    """
+    loss = check_shape(choice, method, result, logprobs.shape)
+    if logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
+        raise _error(
+            choice, method, "a tensor without a gradient", "one that depends on the trainer's log-probabilities"
+        )
+    return loss
+
+
 def check_shapes(choice: DesignChoice, method: str, results: Any, examples: Sequence[Tensor]) -> list[Tensor]:
     """Return the results of `choice.method` as a list if they are tensors with the shapes of `examples`, in order.
 

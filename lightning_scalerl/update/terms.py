@@ -21,7 +21,7 @@ from lightning_scalerl.axes.aggregation import Aggregation, named_aggregation
 from lightning_scalerl.axes.critic import ValueNetwork
 from lightning_scalerl.axes.entropy import Entropy
 from lightning_scalerl.axes.kl import KL, SAMPLED_ESTIMATES
-from lightning_scalerl.axes.results import check_shape
+from lightning_scalerl.axes.results import check_loss, check_shape
 from lightning_scalerl.choices import Choices
 from lightning_scalerl.rollouts.rollout import Scored, TrainBatch
 
@@ -48,11 +48,11 @@ def terms(choices: Choices) -> list[Term]:
     """
 
     def surrogate(scored: Scored, advantages: Tensor) -> Tensor:
-        loss, correction, shape = choices.loss, choices.correction, scored.trainer_logprobs.shape
-        per_token = check_shape(loss, "per_token", loss.per_token(*loss_inputs(scored, choices, advantages)), shape)
+        loss, correction, logprobs = choices.loss, choices.correction, scored.trainer_logprobs
+        per_token = check_loss(loss, "per_token", loss.per_token(*loss_inputs(scored, choices, advantages)), logprobs)
         weights = correction.weights(scored.batch)
         if weights is not None:
-            check_shape(correction, "weights", weights, shape)
+            check_shape(correction, "weights", weights, logprobs.shape)
         return per_token if weights is None else per_token * weights
 
     def policy(scored: Scored) -> Tensor:
@@ -60,9 +60,7 @@ def terms(choices: Choices) -> list[Term]:
         per_token = surrogate(scored, batch.advantages)
         # Axes that the user defines come last, so they see the corrected loss.
         for choice in choices.user_axes.values():
-            per_token = check_shape(
-                choice, "adjust_loss", choice.adjust_loss(per_token, batch, logprobs), logprobs.shape
-            )
+            per_token = check_loss(choice, "adjust_loss", choice.adjust_loss(per_token, batch, logprobs), logprobs)
         return per_token
 
     def kl(scored: Scored) -> Tensor:

@@ -86,6 +86,20 @@ def test_a_wrong_result_is_refused_by_class_and_method(
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(("base", "method"), [(DAPO, "per_token"), (Bend, "adjust_loss")])
+def test_a_detached_loss_is_refused_although_other_terms_have_gradients(base: type[DesignChoice], method: str) -> None:
+    choices = with_results(base, method, Tensor.detach)
+    batch = assemble(GROUPS, choices, max_new_tokens=8)
+    logprobs = batch.generator_logprobs.clone().requires_grad_()
+    scored = Scored(batch, logprobs, torch.zeros_like(logprobs))
+    with pytest.raises(
+        CannotGoOnError, match=rf"Mine\.{method} returned a tensor without a gradient, and must return one"
+    ):
+        terms(choices)[0].reduce(scored)
+    with torch.no_grad():  # as the metrics of a step do
+        assert terms(choices)[0].reduce(scored).shape == ()
+
+
 def test_right_results_pass() -> None:
     assert trained(row(DAPO())).shape == ()
     ours = with_results(NoFilter, "keep", torch.tensor)
