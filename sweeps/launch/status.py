@@ -211,6 +211,10 @@ def _state(
             return ("running", state.reason) if controlled else ("ended", state.reason or _GONE)
         if written:
             return "running", None
+        # The job's id is unknown, but its name ends with the submission's name.
+        jobs = [job for job in (queue or {}).values() if job.name.endswith(state.submission)]
+        if not controlled and any(job.shown[0] != "ended" for job in jobs):
+            return "queued", "was being submitted; a job of its submission is in the queue"
         return ("waiting" if controlled else "ended"), "was being submitted"
     info = (queue or {}).get(state.job)
     # Clusters reuse job ids: the job is this member's only if its name ends with the submission's name.

@@ -238,6 +238,20 @@ def test_a_member_whose_controller_died_while_submitting_is_shown_as_ended(tmp_p
     assert first(here).reason == "was being submitted"
 
 
+def test_a_job_that_no_controller_has_recorded_is_shown_as_queued(tmp_path: Path) -> None:
+    """The controller died just after `sbatch`; the job's name shows whose it is."""
+    here = place(tmp_path, members=2, wait_s=1e6)
+    with pytest.raises(Killed):
+        here.run(killed_at=("before", 3))
+    assert here.cluster.jobs and first(here).job is None
+    assert [(view.state, view.reason) for view in overview(here.directory, here.cluster)] == [
+        ("queued", "was being submitted; a job of its submission is in the queue")
+    ] * 2
+    for job in here.cluster.jobs:
+        job.name = "another-study"
+    assert states(here) == ["ended"] * 2
+
+
 def test_a_member_at_work_is_shown_as_running_if_its_controller_died_while_submitting(tmp_path: Path) -> None:
     """Nobody has recorded its job, so only the lease of the job's process shows that it runs."""
     here = place(tmp_path, members=2)
