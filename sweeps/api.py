@@ -396,25 +396,31 @@ def _study(sources: Sequence[Any], options: argparse.Namespace) -> Study:
             source = path
         options.sources.append(str(source))
     with _name_frames_in_errors(frames):
-        return Study(reading.load_sources(options), options, kept)
+        study = reading.load_sources(options)
+    for lines in (study.warnings, study.mapping, study.shown):
+        lines[:] = [_name_frames(line, frames) for line in lines]
+    return Study(study, options, kept)
 
 
 @contextmanager
 def _name_frames_in_errors(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None]:
-    """In errors, name the DataFrame and the row's label instead of the temporary file and its line."""
+    """In errors, name DataFrames as `_name_frames` does."""
     try:
         yield
     except UserError as error:
-        text = str(error)
-        if not any(str(path) in text for path in frames):
+        if (text := _name_frames(str(error), frames)) == str(error):
             raise
-        for number, (path, frame) in enumerate(frames.items(), start=1):
-            if str(path) not in text:
-                continue
+        raise UserError(text) from error
+
+
+def _name_frames(text: str, frames: Mapping[Path, pd.DataFrame]) -> str:
+    """Name DataFrames and their rows' labels in a message, instead of temporary files and lines of them."""
+    for number, (path, frame) in enumerate(frames.items(), start=1):
+        if str(path) in text:
             text = text.replace(str(path), "DataFrame" if len(frames) == 1 else f"DataFrame {number}")
             labels = _labels_by_line(path, frame)
             text = "".join(labels.get(part, part) for part in re.split(r"(\bline \d+)", text))
-        raise UserError(text) from error
+    return text
 
 
 def _labels_by_line(path: Path, frame: pd.DataFrame) -> dict[str, str]:

@@ -143,6 +143,12 @@ def test_sources_can_be_paths(tmp_path: Path) -> None:
     assert api.load(tmp_path / "a.csv").to_json() == api.load(CURVES).to_json()
 
 
+def test_warnings_about_a_data_frame_name_it() -> None:
+    read = api.load(FRAME.assign(reward=FRAME["reward"].where(FRAME.index > 0)))
+    assert read.remarks() == read.study.warnings == ["DataFrame: skipped 1 row without a reward"]
+    assert read.study.mapping[0].startswith("DataFrame: table; ")
+
+
 def test_errors_about_a_data_frame_name_it_and_its_row() -> None:
     """Not the temporary file that it is read from, nor a line of it; a cell of two lines moves the lines below it."""
     frame = pd.DataFrame({"note": ["a\nb", "c", "d"], "compute": [1, 2, -3], "reward": [0.1, 0.2, 0.3]})
