@@ -140,8 +140,9 @@ class Sampling:
         task = self.stage.task
         grader = task.grader()
         if self.dialogue is not None and self.dialogue.settings.gives_reward:
-            # The environment gives the rewards, so the task's grader is never called and need not be tested.
-            return SettledFirst(self.stage.recipe.verify.verifiers(grader, task.trusted)), ""
+            # The environment gives the rewards, so the task's grader is never called: it is not tested, and as a trusted
+            # one it gets no processes.
+            return SettledFirst(self.stage.recipe.verify.verifiers(grader, trusted=True)), ""
         services = check_services(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)
         if self.dialogue is not None:

@@ -18,7 +18,7 @@ from lightning_scalerl.task.arithmetic_base import arithmetic_base_model
 from sweeps.cli.main import main as scalerl
 from sweeps.run.journal import read_journal
 from sweeps.run.rollouts import pick_examples, read_groups
-from tests.helpers import fit
+from tests.helpers import CountingTask, fit
 from tests.member.test_kill import kill_controller, run_here
 from tests.place import STEPS, Place, lines, wait_until
 
@@ -98,6 +98,14 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
     assert all(record["environment/failed"] == 0 for record in records)
     # Trainer and generator agree on every sampled token, of all turns (FP32 throughout).
     assert all(record["train/logprob_gap"] < 1e-5 for record in records if record["train/staleness_mean"] == 0)
+
+
+def test_rewards_of_an_environment_start_no_verifier_process(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("lightning_scalerl.verify.verification.VerifierPool")
+    monkeypatch.setattr(CountingTask, "trusted", False)
+    train(model, "verify.workers=2", steps=1)
+    with pytest.raises(NameError, match="VerifierPool"):
+        train(model, "verify.workers=2", "environment.reward=task", steps=1)
 
 
 def test_the_same_seed_gives_the_same_run_with_any_number_of_processes(model: str) -> None:
