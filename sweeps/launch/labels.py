@@ -16,6 +16,8 @@ from sweeps.run.spec import SPEC_FILE, RunSpec, curve_of, flatten_config, learni
 
 _SHOWN = 4  # number of differing keys to list
 _NO_KEY = object()
+# Prefix of the keys with the digests of the files that a command names, such as its script.
+_FILE_OF_A_COMMAND = "command.named."
 
 
 def labelled_as_before(directory: Path, specs: Sequence[RunSpec]) -> list[RunSpec]:
@@ -62,19 +64,24 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
         known = curves_of.get(spec.recipe, {})
         # In a study of an earlier version, several curves may have one label. Each of them may get new members.
         if known and spec.curve not in known:
+            difference, is_setting = _describe_difference(spec, runs_dir / next(iter(known.values())))
+            remedy = (
+                "or sweep both values in one launch into a new folder, which labels them apart"
+                if is_setting
+                else "or restore the file to continue its runs"
+            )
             raise UserError(
-                f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: "
-                f"{_describe_difference(spec, runs_dir / next(iter(known.values())))}; give these a folder of their "
-                "own (study=NAME), or sweep both values in one launch into a new folder, which labels them apart"
+                f"recipe: {spec.recipe!r} already stands for other runs in {runs_dir.parent}: {difference}; "
+                f"give these a folder of their own (study=NAME), {remedy}"
             )
 
 
-def _describe_difference(spec: RunSpec, other: Path) -> str:
-    """Describe the configuration values in which a spec differs from the run in the folder `other`."""
+def _describe_difference(spec: RunSpec, other: Path) -> tuple[str, bool]:
+    """Describe in what a spec differs from the run in the folder `other`. Also return whether a setting differs."""
     try:
         other_values = flatten_config(learning_config(RunSpec.read(other).config))
     except UserError:
-        return f"their configuration differs ({other})"
+        return f"their configuration differs ({other})", True
     values = flatten_config(learning_config(spec.config))
     keys = [
         key
@@ -85,9 +92,15 @@ def _describe_difference(spec: RunSpec, other: Path) -> str:
         key=lambda key: key not in values or key not in other_values
     )  # keys that both configurations have come first
     if not keys:
-        return f"the values are the same, but a file that they name (a model, data, code) is not ({other})"
-    differences = [f"{key} is {_shown(values, key)}, there {_shown(other_values, key)}" for key in keys[:_SHOWN]]
-    return "; ".join(differences) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
+        return f"the values are the same, but a file that they name (a model, data, code) is not ({other})", False
+    differences = [
+        f"the command's file {key.removeprefix(_FILE_OF_A_COMMAND)} has changed"
+        if key.startswith(_FILE_OF_A_COMMAND)
+        else f"{key} is {_shown(values, key)}, there {_shown(other_values, key)}"
+        for key in keys[:_SHOWN]
+    ]
+    is_setting = any(not key.startswith(_FILE_OF_A_COMMAND) for key in keys)
+    return "; ".join(differences) + (f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""), is_setting
 
 
 def _differ(values: Mapping[str, object], other_values: Mapping[str, object], key: str) -> bool:

@@ -313,6 +313,22 @@ def test_a_label_of_other_runs_is_refused_before_any_start(tmp_path: Path) -> No
     assert executor.submitted == [] and observer.opened == 0 and contents(tmp_path) == before
 
 
+def test_a_label_of_runs_of_another_script_is_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+    def members(digest: str) -> list[RunSpec]:
+        config = {"command": {"line": "python t.py", "named": {"t.py": digest}}, "seed": 0, "budget": {"steps": 4}}
+        return [make_spec(config, config, "mine", "mine")]
+
+    Study(tmp_path / "one", members("598b")).run(ScriptedExecutor())
+    with pytest.raises(UserError) as refusal:
+        Study(tmp_path / "one", members("c675")).run(ScriptedExecutor())
+    assert str(refusal.value).endswith(
+        "one: the command's file t.py has changed; give these a folder of their own (study=NAME), or restore the file "
+        "to continue its runs"
+    )
+    Study(tmp_path / "two", members("c675")).run(ScriptedExecutor())
+    Study(tmp_path / "one", members("598b")).run(ScriptedExecutor())
+
+
 def test_a_study_made_by_another_command_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands start a new study in the same folder. One is accepted, then the other is refused."""
     acquire = Lease.acquire
