@@ -140,8 +140,8 @@ class Sampling:
         task = self.stage.task
         grader = task.grader()
         if self.dialogue is not None and self.dialogue.settings.gives_reward:
-            # The environment gives the rewards, so the task's grader is never called: it is not tested, and as a trusted
-            # one it gets no processes.
+            # The environment gives the rewards, so the task's grader is never called. It is not tested, and a trusted
+            # grader needs no processes.
             return SettledFirst(self.stage.recipe.verify.verifiers(grader, trusted=True)), ""
         services = check_services(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)

@@ -204,6 +204,8 @@ def test_race_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert main(["race", table, "--budget", "16000", "--first", "2"]) == 1
     assert "--first 2: give a share" in capsys.readouterr().err
+    assert main(["race", table, "--budget", "187"]) == 1
+    assert "--budget 187: the earliest evaluation is at compute 187.5; give the compute" in capsys.readouterr().err
 
 
 @pytest.mark.full
