@@ -339,8 +339,8 @@ def race_command(options: argparse.Namespace) -> None:
     earliest = min((float(level) for curve in study.curves for level in curve.compute if level > 0), default=0.0)
     if options.budget < earliest:
         raise UserError(
-            f"--budget {options.budget:.4g}: the earliest evaluation is at compute {earliest:.4g}; give the compute of a "
-            "whole run"
+            f"--budget {options.budget:.4g}: the earliest evaluation is at compute {earliest:.4g}; give the compute of "
+            "a whole run"
         )
     from sweeps.decide.race import run_race, run_states
     from sweeps.parallel import cores
