@@ -286,7 +286,10 @@ def budget_of(run_dir: Path) -> int | None:
 
 
 def kept_steps_of(run_dir: Path) -> frozenset[int]:
-    """Return the steps whose checkpoints a run never deletes (`checkpoint.keep_steps`); empty if unreadable."""
+    """Return the steps whose checkpoints a run never deletes (`checkpoint.keep_steps`).
+
+    Return an empty set if the specification cannot be read.
+    """
     try:
         config = parse_json((run_dir / SPEC_FILE).read_text())["config"]
         return frozenset(map(int, (config.get("checkpoint") or {}).get("keep_steps") or ()))
