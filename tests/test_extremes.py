@@ -63,7 +63,9 @@ NO_CREDIT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", every(3, [*NO_CREDIT.values()][::-1], pytest.mark.full), ids=[*NO_CREDIT][::-1])
+@pytest.mark.parametrize(
+    "overrides", every(3, map(pytest.param, reversed(NO_CREDIT.values())), pytest.mark.full), ids=reversed(NO_CREDIT)
+)
 def test_a_model_that_always_stops_finishes_its_run_without_learning(
     always_stops: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

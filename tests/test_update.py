@@ -501,7 +501,7 @@ NEW_RUNS: dict[str, tuple[str, ...]] = {"gae": WITH_CRITIC, "kl": ("kl=fixed",),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", every(3, NEW_RUNS.values(), pytest.mark.full), ids=NEW_RUNS)
+@pytest.mark.parametrize("overrides", every(3, map(pytest.param, NEW_RUNS.values()), pytest.mark.full), ids=NEW_RUNS)
 def test_a_checkpoints_weights_alone_start_a_new_run(
     tiny_model_path: str, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +35,7 @@ from lightning_scalerl.optim import (
 )
 from lightning_scalerl.recipe import Recipe
 from lightning_scalerl.task.base import NoReward
+from sweeps.run.as_yaml import as_yaml
 from sweeps.run.spec import layout_of
 
 # Value of a bound that is never reached, for trainers in which a bound cannot be turned off: gradient norms and ratios
@@ -164,19 +164,12 @@ def _as_text(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return a value as JSON, which YAML and TOML read the same way (except null in TOML, which does not occur)."""
+    """Return a value as JSON, which TOML and Hydra read the same way (except null in TOML, which does not occur)."""
     return json.dumps(value)
 
 
 def _yaml(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {_in_yaml(value)}" for name, value in settings.items()]
-
-
-def _in_yaml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(name)}: {_in_yaml(entry)}" for name, entry in value.items()) + "}"
-    # Add a decimal point, because YAML 1.1 reads 1e-15 as a string.
-    return re.sub(r"^(-?\d+)e", r"\1.0e", _json(value)) if isinstance(value, float) else _json(value)
+    return [f"{name}: {as_yaml(value)}" for name, value in settings.items()]
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sweeps.errors import UserError
+from sweeps.run.as_yaml import as_yaml
 
 # Group 1: the key in `{{key}}`, an escaped placeholder. Group 2: the key in `{key}`, but not in `${key}`.
 _PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|(?<!\$)\{([A-Za-z_][\w.]*)\}")
@@ -29,8 +30,7 @@ def fill(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -
         text: text with placeholders.
         values: values by dotted key. Values that are not strings are written as in JSON (true, null, 1e-05).
         field: the setting that contains the text, for the message.
-        yaml: whether the text is a YAML file. Numbers are then written as in YAML 1.1 (1.0e-05), because PyYAML reads
-            1e-05 as a string.
+        yaml: whether the text is a YAML file. Values that are not strings are then written as `as_yaml` does.
 
     Raises:
         UserError: a placeholder has no value.
@@ -45,11 +45,8 @@ def fill(text: str, values: Mapping[str, Any], field: str, yaml: bool = False) -
                 f"{field}: {{{match[2]}}} has no value; give the key {match[2]} one in your file, or write "
                 f"{{{{{match[2]}}}}} for the text; valid: {valid}"
             )
-        value_found = values[match[2]]
-        value_text = as_text(value_found)
-        if yaml and isinstance(value_found, float) and "e" in value_text and "." not in value_text:
-            value_text = value_text.replace("e", ".0e")
-        return value_text
+        value = values[match[2]]
+        return as_yaml(value) if yaml and not isinstance(value, str) else as_text(value)
 
     return _PLACEHOLDER.sub(replacement, text)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sweeps.command.template import fill, flatten, names_in
@@ -19,10 +21,18 @@ def test_values_are_written_as_in_configuration_files() -> None:
     assert fill(text, values, "x") == 'dapo 1e-06 true null adam [0.9, 0.99] {"name": "adam", "betas": [0.9, 0.99]}'
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_in_yaml_are_read_as_numbers(value: float) -> None:
-    """PyYAML, which the parsers of transformers use, reads 1e-05 as a string."""
+NUMBERS = st.floats(allow_nan=False)
+
+
+@settings(max_examples=400)
+@given(st.one_of(NUMBERS, st.lists(NUMBERS | st.text()), st.dictionaries(st.text(), st.lists(NUMBERS) | NUMBERS)))
+def test_numbers_in_yaml_are_read_as_numbers(value: object) -> None:
+    """PyYAML, which the parsers of transformers use, reads 1e-05 and Infinity as strings, also inside lists."""
     assert yaml.safe_load(fill("lr: {lr}", {"lr": value}, "x", yaml=True)) == {"lr": value}
+
+
+def test_a_value_that_is_not_a_number_is_written_as_such() -> None:
+    assert math.isnan(yaml.safe_load(fill("{lr}", {"lr": math.nan}, "x", yaml=True)))
 
 
 def test_a_small_learning_rate_gets_a_decimal_point_in_yaml_only() -> None:
