@@ -41,6 +41,7 @@ READING = ("metric", "x", "y", "by", "seed_from", "size", "group", "bounds", "lo
 FITTING = ("r0", "robust", "min_compute", "max_compute", "family", "method")
 # Number of table rows that a notebook shows.
 _SHOWN = 12
+_LINE = re.compile(r"(\bline \d+)")
 _PLAIN = (str, int, float)
 
 
@@ -414,12 +415,13 @@ def _name_frames_in_errors(frames: Mapping[Path, pd.DataFrame]) -> Iterator[None
 
 
 def _name_frames(text: str, frames: Mapping[Path, pd.DataFrame]) -> str:
-    """Name DataFrames and their rows' labels in a message, instead of temporary files and lines of them."""
+    """Replace the paths of temporary files in a message by `DataFrame`, and their line numbers by rows' labels."""
     for number, (path, frame) in enumerate(frames.items(), start=1):
         if str(path) in text:
             text = text.replace(str(path), "DataFrame" if len(frames) == 1 else f"DataFrame {number}")
-            labels = _labels_by_line(path, frame)
-            text = "".join(labels.get(part, part) for part in re.split(r"(\bline \d+)", text))
+            if _LINE.search(text):  # the labels take a pass over the whole file
+                labels = _labels_by_line(path, frame)
+                text = "".join(labels.get(part, part) for part in _LINE.split(text))
     return text
 
 

@@ -34,11 +34,11 @@ def check_shape(
 
 
 def check_loss(choice: DesignChoice, method: str, result: Any, logprobs: Tensor) -> Tensor:
-    """Return the result of `choice.method` if it is a loss of each token that `logprobs` (R, T) was computed into.
+    """Return the result of `choice.method` if it has the shape (R, T) of `logprobs`, and a gradient if they have one.
 
     Raises:
-        CannotGoOnError: the shape is wrong, or the loss is detached. Such a loss would train nothing, and a run whose
-            other terms have gradients would not notice.
+        CannotGoOnError: the shape is wrong, or the loss is detached. A detached loss trains nothing. If another term
+            of the loss has a gradient, torch does not report it.
     """
     loss = check_shape(choice, method, result, logprobs.shape)
     if logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:

@@ -140,8 +140,8 @@ class Sampling:
         task = self.stage.task
         grader = task.grader()
         if self.dialogue is not None and self.dialogue.settings.gives_reward:
-            # The environment gives the rewards, so the task's grader is never called. It is not tested, and a trusted
-            # grader needs no processes.
+            # The environment gives the rewards, so the task's grader is never called. Do not test it, and declare it
+            # trusted, because a trusted grader gets no processes.
             return SettledFirst(self.stage.recipe.verify.verifiers(grader, trusted=True)), ""
         services = check_services(grader)
         verifiers = self.stage.recipe.verify.verifiers(grader, task.trusted)

@@ -164,7 +164,10 @@ def _as_text(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return a value as JSON, which TOML and Hydra read the same way (except null in TOML, which does not occur)."""
+    """Return a value as JSON, which TOML and Hydra read the same way.
+
+    Null, which TOML lacks, and infinity do not occur.
+    """
     return json.dumps(value)
 
 

@@ -113,7 +113,7 @@ class Executor(Protocol):
         """Return whether the executor knows, for every started member, whether it runs or has ended."""
 
     def close(self) -> None:
-        """End the running members, except on a cluster, whose jobs go on without this process."""
+        """End the running members, except on a cluster, whose jobs continue without this process."""
 
 
 def load_entry(name: str) -> Any:

@@ -77,7 +77,10 @@ def check_labels(runs_dir: Path, specs: Sequence[RunSpec], states: Mapping[str, 
 
 
 def _describe_difference(spec: RunSpec, other: Path) -> tuple[str, bool]:
-    """Describe in what a spec differs from the run in the folder `other`. Also return whether a setting differs."""
+    """Describe how a spec differs from the run in the folder `other`. Also return whether a setting differs.
+
+    If no setting differs, a file does.
+    """
     try:
         other_values = flatten_config(learning_config(RunSpec.read(other).config))
     except UserError:

@@ -212,8 +212,8 @@ def _state(
         if written:
             return "running", None
         # The job's id is unknown, but its name ends with the submission's name.
-        jobs = [job for job in (queue or {}).values() if job.name.endswith(state.submission)]
-        if not controlled and any(job.shown[0] != "ended" for job in jobs):
+        jobs = [] if controlled else [job for job in (queue or {}).values() if job.name.endswith(state.submission)]
+        if any(job.shown[0] != "ended" for job in jobs):
             return "queued", "was being submitted; a job of its submission is in the queue"
         return ("waiting" if controlled else "ended"), "was being submitted"
     info = (queue or {}).get(state.job)

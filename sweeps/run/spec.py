@@ -49,7 +49,7 @@ OPERATIONAL_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Specification of one member of a study: what the run is, and all that is needed to start or continue it.
+    """Specification of one member of a study, sufficient to start or continue its run.
 
     At submission it is written to the run's folder, and its checksum to the study's ledger, which reveals later
     changes.

@@ -100,6 +100,7 @@ def test_a_conversation_in_a_run(model: str, tmp_path: Path) -> None:
     assert all(record["train/logprob_gap"] < 1e-5 for record in records if record["train/staleness_mean"] == 0)
 
 
+@pytest.mark.slow
 def test_rewards_of_an_environment_start_no_verifier_process(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("lightning_scalerl.verify.verification.VerifierPool")
     monkeypatch.setattr(CountingTask, "trusted", False)

@@ -31,7 +31,7 @@ def test_numbers_in_yaml_are_read_as_numbers(value: object) -> None:
     assert yaml.safe_load(fill("lr: {lr}", {"lr": value}, "x", yaml=True)) == {"lr": value}
 
 
-def test_a_value_that_is_not_a_number_is_written_as_such() -> None:
+def test_nan_in_yaml_is_read_as_nan() -> None:
     assert math.isnan(yaml.safe_load(fill("{lr}", {"lr": math.nan}, "x", yaml=True)))
 
 
